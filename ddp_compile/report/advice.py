@@ -11,7 +11,7 @@ from ddp_compile.errors import format_ranks, number_of, shorten_names
 from ddp_compile.report.replay import Better, Sent, best_split
 from ddp_compile.report.steps import Kind, StepReport
 from ddp_compile.report.timeline import format_ms
-from ddp_compile.report.timing import Times, lateness_s, median_times, step_s
+from ddp_compile.report.timing import Times, median_times
 
 #: With fewer steps nothing is said.
 FEWEST_STEPS = 5
@@ -29,10 +29,10 @@ class Advice:
     """One sentence, and what it is about.
 
     Args:
-        kind: ``"reduce"`` or ``"gather"`` for transfers that are exposed, ``"late"`` for ranks that the others wait for.
+        kind: ``"reduce"`` or ``"gather"`` for transfers that are exposed, ``"late"`` for ranks that are.
         bucket: Index of the bucket; None if it is about several, or about ranks.
         ranks: Global ranks that are late; empty if it is about a bucket.
-        seconds: What it costs in the median step.
+        seconds: What every rank waits, or by how much the ranks are late; a median over the steps.
         text: The sentence, without a period.
     """
 
@@ -61,31 +61,33 @@ def advise(report: StepReport) -> tuple[Advice, ...]:
 
 def least_seconds(report: StepReport) -> float:
     """Below this nothing is said: a hundredth of the median step, or what the clocks may be apart."""
-    return max(_LEAST_SHARE * median(map(step_s, report.steps)), report.clock_error_s)
+    return max(_LEAST_SHARE * median(step.duration_s for step in report.steps), report.clock_error_s)
 
 
 def _exposed(report: StepReport, least_s: float) -> Iterator[Advice]:
-    times = median_times(list(report.steps))
+    times = median_times(report.steps)
     for kind in get_args(Kind):
         own = {bucket: each for (its_kind, bucket), each in times.items() if its_kind == kind}
-        costly = [bucket for bucket, each in own.items() if each.exposed_s >= least_s]
-        total_s = sum(each.exposed_s for each in own.values())
+        costly = [bucket for bucket, each in own.items() if each.least_exposed_s >= least_s]
+        total_s = sum(each.least_exposed_s for each in own.values())
         for bucket in costly:
             text = _gathered(bucket, own) if kind == "gather" else _reduced(report, bucket, own, least_s)
-            yield Advice(kind=kind, bucket=bucket, ranks=(), seconds=own[bucket].exposed_s, text=text)
+            yield Advice(kind=kind, bucket=bucket, ranks=(), seconds=own[bucket].least_exposed_s, text=text)
         if not costly and total_s >= least_s:
-            num = number_of(sum(each.exposed_s > 0 for each in own.values()), _NOUN[kind])
-            text = f"{num} are exposed for {format_ms(total_s)} together in the median, each for less than {format_ms(least_s)}"
+            num = number_of(sum(each.least_exposed_s > 0 for each in own.values()), _NOUN[kind])
+            text = f"{num} are exposed for {format_ms(total_s)} together on every rank in the median"
+            text += f", each for less than {format_ms(least_s)}"
             yield Advice(kind=kind, bucket=None, ranks=(), seconds=total_s, text=text)
 
 
 def _gathered(bucket: int, times: Mapping[int, Times]) -> str:
-    return f"the forward waits {format_ms(times[bucket].exposed_s)} in the median for the gather of bucket {bucket}"
+    waited = format_ms(times[bucket].least_exposed_s)
+    return f"the forward waits {waited} for the gather of bucket {bucket} on every rank in the median"
 
 
 def _reduced(report: StepReport, bucket: int, times: Mapping[int, Times], least_s: float) -> str:
     names = shorten_names([shorten(name) for name in report.buckets[bucket].names])
-    text = f"bucket {bucket} ({names}) is exposed for {format_ms(times[bucket].exposed_s)} in the median"
+    text = f"bucket {bucket} ({names}) is exposed for {format_ms(times[bucket].least_exposed_s)} on every rank in the median"
     reason = _reason(times[bucket], is_last=bucket == list(times)[-1], least_s=least_s)
     text += f": {reason}" if reason else ""
     better = _smaller(report, times, bucket)
@@ -99,7 +101,7 @@ def _reduced(report: StepReport, bucket: int, times: Mapping[int, Times], least_
 
 def _reason(own: Times, *, is_last: bool, least_s: float) -> str:
     """What the times show; empty if they show nothing that must be the reason."""
-    queued_s, alone_s = own.begin - own.launched, own.end - own.begin - own.exposed_s
+    queued_s, alone_s = own.began - own.launched, own.transfer_s - own.least_exposed_s
     if queued_s >= least_s:
         return f"the transfers before it end {format_ms(queued_s)} after its launch"
     if is_last and alone_s < least_s:
@@ -115,19 +117,20 @@ def _smaller(report: StepReport, reduces: Mapping[int, Times], bucket: int) -> B
     )
     sent = []
     for index, own in reduces.items():
-        sent.append(Sent(report.buckets[index].num_bytes, begun, own.ready, own.end - own.begin))
+        sent.append(Sent(report.buckets[index].num_bytes, begun, own.ready, own.transfer_s))
         begun = max(begun, own.ready)
-    exposed_s = sum(own.exposed_s for own in reduces.values())
-    computed = max(own.end for own in reduces.values()) - exposed_s
+    exposed_s = sum(own.least_exposed_s for own in reduces.values())
+    computed = max(own.done for own in reduces.values()) - exposed_s
     return best_split(sent, list(reduces).index(bucket), len(report.buckets[bucket].names), computed, exposed_s)
 
 
 def _late(report: StepReport, least_s: float) -> Iterator[Advice]:
     by_rank: dict[int, list[float]] = {}
     for step in report.steps:
-        for rank, late_s in lateness_s(step).items():
+        for rank in step.ranks:
+            late_s = step.lateness_s(rank.rank)
             if late_s >= least_s:
-                by_rank.setdefault(rank, []).append(late_s)
+                by_rank.setdefault(rank.rank, []).append(late_s)
     often = {rank: late for rank, late in by_rank.items() if len(late) >= _OFTEN * len(report.steps)}
     if not often:
         return

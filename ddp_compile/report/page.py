@@ -9,6 +9,7 @@ from ddp_compile.errors import number_of, shorten_names
 from ddp_compile.report.advice import FEWEST_STEPS, advise, least_seconds, shorten
 from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, NUM_COLORS, bucket_color
 from ddp_compile.report.steps import StepReport
+from ddp_compile.report.text import format_step
 from ddp_compile.report.timeline import format_ms, render_timeline
 from ddp_compile.report.timing import median_step, median_times
 
@@ -50,7 +51,7 @@ svg .queue{{stroke:var(--soft);stroke-width:1.4;stroke-dasharray:2 2}}
 svg rect{{height:16px}}
 """
 _STYLE += "".join(f".b{i}{{--own:{bucket_color(i)};fill:var(--own);background:var(--own)}}" for i in range(NUM_COLORS))
-_STYLE += ".gather{fill:color-mix(in srgb,var(--own) 55%,var(--page));background:color-mix(in srgb,var(--own) 55%,var(--page))}"
+_STYLE += ".gather{--pale:color-mix(in srgb,var(--own) 55%,var(--page));fill:var(--pale);background:var(--pale)}"
 
 
 def render_page(report: StepReport, explanation_html: str | None = None) -> str:
@@ -64,7 +65,7 @@ def render_page(report: StepReport, explanation_html: str | None = None) -> str:
     body = [
         f"<h1>{title}</h1>",
         f'<p class="soft">{escape(_setting(report))}</p>',
-        f'<p class="summary">{escape(report.line())}</p>',
+        f'<p class="summary">{escape(format_step(median_step(report.steps)))}</p>',
         "<h2>What to look at</h2>",
         *_advice(report),
         *_timeline(report),
@@ -99,7 +100,7 @@ def _advice(report: StepReport) -> Iterator[str]:
 
 
 def _timeline(report: StepReport) -> Iterator[str]:
-    step = median_step(list(report.steps))
+    step = median_step(report.steps)
     yield f"<h2>Timeline of step {step.number}, the one of median length</h2>"
     entries = [
         ('<i class="forward"></i>', "forward"),
@@ -115,7 +116,7 @@ def _timeline(report: StepReport) -> Iterator[str]:
 
 
 def _table(report: StepReport) -> Iterator[str]:
-    times = median_times(list(report.steps))
+    times = median_times(report.steps)
     least_s = least_seconds(report)
     with_gathers = any(kind == "gather" for kind, _ in times)
     kind_head = "<th>transfer of</th>" if with_gathers else ""
@@ -129,7 +130,7 @@ def _table(report: StepReport) -> Iterator[str]:
             if index == info.index:
                 what = f"<td>{'gradients' if kind == 'reduce' else 'parameters'}</td>" if with_gathers else ""
                 high = ' class="high"' if own.exposed_s >= least_s else ""
-                spans = (own.ready, own.launched, own.end - own.begin)
+                spans = (own.ready, own.launched, own.transfer_s)
                 yield (
                     f'<tr><td><i class="b{index % NUM_COLORS}"></i>{index}</td>'
                     f'<td class="names">{names}</td>{what}<td>{info.num_bytes / 2**20:.3g}</td>'
@@ -138,6 +139,6 @@ def _table(report: StepReport) -> Iterator[str]:
                 )
     yield (
         "</tbody></table></div><p class='soft'>Milliseconds, medians of the steps. Ready and launched: on the last "
-        "rank, since the step began. Transfer: while data moved, without waiting for late ranks. Exposed: what even "
-        "the last rank waited for it.</p>"
+        "rank, since the step began. Transfer: while data moved, without waiting for late ranks. Exposed: the "
+        "most that a rank waited for it, likewise without waiting for late ranks.</p>"
     )

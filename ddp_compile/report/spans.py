@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 def spans_of(step: Step) -> dict[int, list[Span]]:
     """The spans of each rank of a step, in the order of the process group."""
-    begins = {key: times.begin for key, times in transfer_times(step).items()}
+    begins = {key: times.began for key, times in transfer_times(step).items()}
     found = {}
     for rank in step.ranks:
         spans = [*_waits(rank)]

@@ -8,7 +8,6 @@ from html import escape
 from ddp_compile.report.colors import NUM_COLORS
 from ddp_compile.report.spans import Span, spans_of
 from ddp_compile.report.steps import Step
-from ddp_compile.report.timing import lateness_s
 
 _WIDTH = 1180
 _LEFT = 112
@@ -31,7 +30,7 @@ def render_timeline(step: Step, least_s: float) -> str:
     end = max(span.end for own in spans.values() for span in own)
     scale = _Scale(begin, (_WIDTH - _LEFT - 8) / max(end - begin, 1e-9))
     bottom = _TOP + _LANE * len(spans)
-    late = {rank: late_s for rank, late_s in lateness_s(step).items() if late_s >= max(least_s, 1e-9)}
+    late = {rank: late_s for rank in spans if (late_s := step.lateness_s(rank)) >= max(least_s, 1e-9)}
     parts = [_grid(scale, begin, end, bottom)]
     for i, (rank, own) in enumerate(spans.items()):
         parts.append(_lane(rank, own, _TOP + _LANE * i, scale, late.get(rank)))
@@ -74,7 +73,9 @@ def _grid(scale: _Scale, begin: float, end: float, bottom: float) -> str:
 
 
 def _lane(rank: int, spans: list[Span], top: float, scale: _Scale, late_s: float | None) -> str:
-    queue, upper, lower = [], [], []
+    queue: list[str] = []
+    upper: list[str] = []
+    lower: list[str] = []
     for span in spans:
         left, width = scale.edges(span)
         if span.lane == "queue":
