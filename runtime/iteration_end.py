@@ -93,11 +93,14 @@ class IterationEnd:
         futures, self._futures = self._futures, []
         torch.futures.wait_all(futures)
         if iteration.is_whole:
+            since = self._queue.records.block_begins()
             try:
                 self._queue.algorithm.after_backward()
             except ReductionError as error:
                 raise self._monitor.report_failure(error) from error.__cause__
+            self._queue.records.block_ends(since)
         self._refuse_non_finite()
+        self._queue.records.gradients_are_handed_over()
         if not iteration.is_shadow:
             with self._queue.algorithm.evaluation():
                 self._on_reduced()
@@ -131,8 +134,10 @@ class IterationEnd:
 
     def _heard(self) -> list[bytes]:
         """Wait for the message that is under way; returns the flags of all ranks."""
+        since = self._queue.records.block_begins()
         with self._told_if_it_fails():
             heard = self._message.wait()
+        self._queue.records.block_ends(since)
         if self._message.has_met_another:
             self._queue.wait()  # nothing may be under way when the iteration is given up
             self._monitor.refuse_other_model()

@@ -16,6 +16,7 @@ from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
 from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.step_records import NO_RECORDS, NoRecords
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 
@@ -44,6 +45,7 @@ class LaunchQueue:
         self._undefined = undefined
         #: Called when no bucket of the iteration is left to launch.
         self.on_all_launched: Callable[[], None] = _nothing
+        self.records: NoRecords = NO_RECORDS  #: of the model's steps
         self._monitor = monitor
         self.world_size = world_size
         self.divisor = world_size  #: of the sum of all ranks' gradients
@@ -168,6 +170,7 @@ class LaunchQueue:
             return
         with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
             bucket.flatten(gradients, self._scale)
+        self.records.bucket_is_ready(bucket.spec.index)
         self._launch_ready()
         if bucket.is_ready:  # an earlier bucket is not; it will launch this one, perhaps on another stream
             bucket.note_flattened()
@@ -218,10 +221,12 @@ class LaunchQueue:
                 self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name, is_shared)
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
                 bucket.await_flatten()
+                transfer = self.records.launch_begins("reduce", bucket.spec.index, bucket.spec.num_bytes)
                 work: Any = self.algorithm.launch(bucket, is_last)  # a user's algorithm may return anything
                 if not callable(getattr(work, "wait", None)):
                     raise error_messages.nothing_to_wait_for(self.algorithm.name, bucket.describe(), work)
                 bucket.reduction_begins(work)
+                self.records.launch_ends(transfer, work)
         except ReductionError as error:  # the algorithm's, which may wait for the previous bucket
             raise self._monitor.report_failure(error) from error.__cause__
         except RuntimeError as error:
@@ -232,10 +237,12 @@ class LaunchQueue:
 
     def drain(self) -> None:
         """Return when nothing that was launched will start another collective; before anything else is sent."""
+        since = self.records.block_begins()
         try:
             self.algorithm.drain()
         except ReductionError as error:
             raise self._monitor.report_failure(error) from error.__cause__
+        self.records.block_ends(since)
 
     def wait(self) -> None:
         """Wait for what has been launched; raises ReductionError if a reduction failed or timed out."""
@@ -246,7 +253,9 @@ class LaunchQueue:
         for bucket in under_way:
             try:
                 with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
+                    transfer = self.records.wait_begins("reduce", bucket.spec.index)
                     bucket.wait()
+                    self.records.wait_ends(transfer)
             except ReductionError as error:  # the algorithm's own
                 raise self._monitor.report_failure(error, f", bucket {bucket.spec.index}") from error.__cause__
             except RuntimeError as error:

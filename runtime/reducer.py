@@ -34,6 +34,7 @@ from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
 from ddp_compile.runtime.buckets.computed_bucket import EarlyDecision
 from ddp_compile.runtime.comm import error_messages, streams
+from ddp_compile.runtime.comm.step_records import NoRecords
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.early_launch import EarlyLaunch
 from ddp_compile.runtime.host_memory import keep_freed_memory
@@ -127,7 +128,26 @@ class Reducer:
     def set_algorithm(self, algorithm: CommAlgorithm) -> None:
         """Use another algorithm from the next backward on. Nothing of the previous one may be under way."""
         self._queue.algorithm = algorithm
+        algorithm.sharding.record_into(self._queue.records)
         self._set.lay_out_as(algorithm.traits.layout, algorithm.sharding.owners)
+
+    # Records of steps.
+
+    def record_into(self, records: NoRecords) -> None:
+        """From now on, tell these records of what happens."""
+        self._queue.records = records
+        self.algorithm.sharding.record_into(records)
+
+    @property
+    def iteration_number(self) -> int:
+        """Number of the iteration that is under way or comes next."""
+        return self._set.iteration.number
+
+    @property
+    def is_within_iteration(self) -> bool:
+        """Whether a forward of the iteration has come, or parameters may be arriving for it."""
+        phase = self._lifecycle.phase
+        return phase != Phase(State.ARMED, False) or (self.gathers_parameters and bool(self.buckets))
 
     @property
     def gathers_parameters(self) -> bool:
@@ -166,10 +186,14 @@ class Reducer:
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # Not waited for: ranks that stopped elsewhere may never join what this rank launched.
             raise error_messages.out_of_step()
+        records = self._queue.records
+        records.forward_begins()
+        since = records.block_begins()
         try:
             self.algorithm.before_forward(synchronize)
         except ReductionError as error:
             raise self._monitor.report_failure(error) from error.__cause__
+        records.block_ends(since)
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronized forward, find the parameters that no backward from its outputs can reach."""
@@ -305,6 +329,7 @@ class Reducer:
             raise error_messages.out_of_step()
         if before is State.ARMED:
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
+            self._queue.records.backward_begins()
         if not self.buckets:
             self._on_plan_sealed(self._set.seal(self.algorithm.name))
 
@@ -459,10 +484,15 @@ class Reducer:
         except (GradientArrivalError, NonFiniteGradientError):
             self._begin_iteration()  # so that training can continue
             raise
+        if self._set.iteration.met_others or self._queue.world_size == 1:
+            assert self._set.plan is not None
+            self._queue.records.iteration_ends(self._set.plan)
         self._begin_iteration()
+        self._queue.records.exchange_if_due()
 
     def _begin_iteration(self) -> None:
         self._set.begin_iteration()
+        self._queue.records.iteration_begins()
         self._monitor.iteration_ends(self._set.iteration.number)
         self._hooks.notify_of_each()
         self._lifecycle.on(Event.ITERATION_ENDS)  # last, so that a cut-short end is not taken for complete

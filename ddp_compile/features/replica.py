@@ -11,9 +11,11 @@ from torch.nn import Parameter
 
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.reducer import Reducer
 
 if TYPE_CHECKING:
+    from ddp_compile.features.measurement import Measurement
     from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
     from ddp_compile.features.replicated_buffers import ReplicatedBuffers
     from ddp_compile.features.sharded_submodules import ShardedSubmodules
@@ -33,6 +35,8 @@ class Replica(Protocol):
     sharded: ShardedSubmodules
     optimizers: OptimizersInBackward
     uneven_inputs: UnevenInputs
+    monitor: DesyncMonitor
+    measurement: Measurement | None
 
     @property
     def evaluates_eagerly(self) -> bool: ...

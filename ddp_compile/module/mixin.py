@@ -18,10 +18,12 @@ from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.errors import ReplicationError
 from ddp_compile.features.algorithm_switch import register_comm_hook, set_comm_algorithm
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
+from ddp_compile.features.measurement import Measurement
 from ddp_compile.features.uneven_inputs import JoinOne
 from ddp_compile.module.explanation import explain
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.report.steps import Step
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm
 
@@ -325,10 +327,50 @@ class ReplicatedModule(nn.Module):
         """See `ddp_compile.explain`."""
         return explain(state_of(self), self.bucket_plan)
 
+    def measure(self, steps: int | None = 20) -> Measurement:
+        """Record when each bucket is ready, launched, transferred and waited for, on all ranks; see docs/measuring.md.
+
+        Call it on every rank, between the same two steps; it waits for the others. It begins with the next step and
+        ends in the backward that completes the last one::
+
+            measurement = model.measure(steps=20)
+            ...  # train
+            print(measurement.report())
+
+        Args:
+            steps: How many steps to record. None: all until ``measurement.stop()``, of which the last 100 are kept.
+
+        Returns:
+            The measurement. It is a context manager too, which stops at its end.
+
+        Raises:
+            ValueError: ``steps`` is not a positive integer.
+            ReplicationError: A backward has not been completed, another measurement records, the process group is
+                destroyed, or the algorithm's ranks do not wait for each other.
+            RanksDifferError: Another rank measures other steps, or none within the process group's timeout.
+        """
+        state = state_of(self)
+        state.measurement = Measurement(state, original_class(type(self)).__name__, steps)
+        return state.measurement
+
+    def comm_stats(self) -> Step | None:
+        """The last step that `measure` has recorded, on this rank alone: ``str(step)`` is one line for a log.
+
+        Nothing is sent. A rank alone cannot tell a transfer from the wait for a late rank; the report can. On an
+        accelerator this may be the step before the last one, since the device is not waited for.
+
+        Returns:
+            The step; None if none has been recorded, for example without `measure`.
+        """
+        measurement = state_of(self).measurement
+        return None if measurement is None else measurement.last_step()
+
     def unwrap(self) -> nn.Module:
         """See `ddp_compile.unwrap`."""
         state = state_of(self)
         state.reducer.algorithm.sharding.refuse_missing_steps()
+        if state.measurement is not None:
+            state.measurement.abandon()
         state.reducer.remove_hooks()
         state.delayed.remove_hook()
         state.sharded.detach()

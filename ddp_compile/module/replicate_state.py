@@ -22,6 +22,7 @@ from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank
 from ddp_compile.features.algorithm_switch import refuse_objection
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
+from ddp_compile.features.measurement import Measurement
 from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.features.regions import CompiledRegions, find_inner, find_regions, region_of_parameters
 from ddp_compile.features.replicated_buffers import ReplicatedBuffers
@@ -62,6 +63,7 @@ class ReplicateState:
             process_group = group_of(ranks, process_group, next(module.parameters()).device)
         self.process_group, self.config = process_group, config
         self.requires_sync = True
+        self.measurement: Measurement | None = None  # the last one
         # Whether ``generate`` or a forward with gradients is under way; see `naming_parameters` and
         # `await_before_python`.
         self._is_generating = self._is_training = self._names_parameters = self._has_waited = False

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ddp_compile.runtime.comm.step_records import NoRecords
+
 if TYPE_CHECKING:
     from ddp_compile.runtime.buckets.bucket import Bucket
 
@@ -24,6 +26,9 @@ class Sharding:
     gathers_parameters: bool = False
     #: The rank that steps all of a parameter, by the parameter's number; the others are cut into a part for each rank.
     owners: Mapping[int, int] = MappingProxyType({})
+
+    def record_into(self, records: NoRecords) -> None:
+        """From now on, tell these records of gathers and of waits for them."""
 
     def backward_begins(self) -> None:
         """A backward has brought its first gradients; inside ``no_sync`` called for each gradient."""

@@ -55,6 +55,13 @@ def algorithms_differ(described: str) -> RanksDifferError:
     )
 
 
+def measurements_differ(described: str) -> RanksDifferError:
+    return RanksDifferError(
+        f"{this_rank()}: not every rank measures: {described}. Call model.measure() with the same arguments on every"
+        " rank, between the same two steps, and stop() too; the report is the same on every rank, so let one print it"
+    )
+
+
 def ranks_out_of_step(iteration_number: int, difference: str) -> RanksDifferError:
     return RanksDifferError(
         f"{this_rank()}: at the end of iteration {iteration_number} the ranks are out of step. {difference}. Gradients"

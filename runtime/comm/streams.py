@@ -8,6 +8,7 @@ through `backend`, which tests replace by a simulated one that finds accesses th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -68,6 +69,19 @@ class Backend:
 
     def used_by(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)
+
+    def record_timed(self, device: torch.device) -> Any:
+        event = torch.get_device_module(device).Event(enable_timing=True)
+        event.record(self.current(device))
+        return event
+
+    def has_passed(self, event: Any, wait: bool) -> bool:
+        if wait:
+            event.synchronize()
+        return bool(event.query())
+
+    def elapsed_ns(self, since: Any, until: Any) -> int:
+        return round(since.elapsed_time(until) * 1e6)
 
     def reads_racing(self, device: torch.device, since: Any) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -173,6 +187,43 @@ class SideStream:
         with self.on():
             so_far.wait()
             yield
+
+
+class StreamClock:
+    """Times of points on the current stream of a device, on the host's monotonic clock in ns.
+
+    On a device without streams a mark is such a time. Otherwise it is an event, which `read` turns into one when the
+    device has passed it. Making a clock for such a device waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_of_host = not backend.has_streams(device)  #: whether marks are times
+        if not self.is_of_host:
+            self._origin = backend.record_timed(device)
+            backend.has_passed(self._origin, wait=True)
+        self._origin_ns = time.monotonic_ns()
+
+    def mark(self) -> Any:
+        """Now, or the end of all work queued so far on the current stream."""
+        return time.monotonic_ns() if self.is_of_host else backend.record_timed(self._device)
+
+    def has_passed(self, mark: Any, wait: bool) -> bool:
+        """Whether the device has come to a mark; if ``wait``, the host waits until it has."""
+        return self.is_of_host or backend.has_passed(mark, wait)
+
+    def read(self, mark: Any) -> Any:
+        """The time of a mark that the device has passed; None of None."""
+        if mark is None or self.is_of_host:
+            return mark
+        return self._origin_ns + backend.elapsed_ns(self._origin, mark)
+
+    def move_to(self, mark: Any) -> Any:
+        """`read`, and count from this mark from now on: torch gives the time between events as a float32 in ms."""
+        at_ns = self.read(mark)
+        if not self.is_of_host:
+            self._origin, self._origin_ns = mark, at_ns
+        return at_ns
 
 
 def run_on_own_stream(device: torch.device, function: Callable[[], None]) -> None:

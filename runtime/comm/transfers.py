@@ -28,7 +28,13 @@ log = logging.getLogger(__name__)
 LONGEST_AT_END_S = 10.0
 
 
-class Transfer:
+class MadeOfWorks:
+    """What is done when all of its works are."""
+
+    works: Sequence[dist.Work]  #: those that may not have been waited for; they hold their tensors
+
+
+class Transfer(MadeOfWorks):
     """A group of works that are waited for together.
 
     A gloo message may be waited for only once: a second wait lasts until the timeout, and closes the connection (torch
@@ -37,6 +43,7 @@ class Transfer:
     """
 
     def __init__(self, works: Sequence[dist.Work] = ()) -> None:
+        self.works = works
         self._number = len(works)
         self._waits = map(methodcaller("wait"), works)
         self._done: list[bool] = []
@@ -60,6 +67,9 @@ class Transfer:
                     self._num_failed += 1
                     self._failure = error
                 raise
+            finally:
+                if self.is_done:
+                    self.works = ()
 
     def wait_for_others(self) -> None:
         """Return when no other rank will receive any more of these messages, whatever fails."""
@@ -71,6 +81,7 @@ class Transfer:
                     self._num_failed += 1
                     self._failure = self._failure or error
                     log.info("a message that is no longer waited for has failed: %s", error)
+            self.works = ()
 
     @property
     def is_done(self) -> bool:

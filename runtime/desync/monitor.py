@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, name_values, this_rank
+from ddp_compile.errors import RanksDifferError, ReductionError, name_values, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints
@@ -52,7 +52,7 @@ class DesyncMonitor:
         self._points = AgreementPoints(shared, own, class_name, self._rank, self._ranks)
         self._statuses = RankStatuses(self._store, self._rank, self._ranks)
         self._num_forwards: Counter[str] = Counter()
-        self._num_algorithms = 0
+        self._num_meetings = 0
         #: The methods of the points themselves, since a wrapper would take time in every step.
         self.last_bucket_is_launched = self._points.last_bucket_is_launched
         self.iteration_ends = self._points.iteration_ends
@@ -114,32 +114,49 @@ class DesyncMonitor:
         Raises:
             RanksDifferError: A rank registered another hook, or none within the process group's timeout.
         """
-        if len(self._ranks) == 1:
-            return
-        iteration_number = self._points.iteration_number
-        self._statuses.note(f"registering the {algorithm} before iteration", iteration_number)
-        self._num_algorithms += 1
-        # Counters of an earlier call in which the ranks differed must not count in this one.
-        name = f"algorithm/{iteration_number}/{self._num_algorithms}"
-        try:
-            described = self._compare_algorithms(name, algorithm)
-        except StoreLostError as error:
-            described = None
-            log.warning(
-                "%s: it is not known whether every rank has registered the %s: the store of the process group is gone"
-                " (%s)",
-                this_rank(),
-                algorithm,
-                error,
-            )
+        described = self._meet("algorithm", f"registering the {algorithm}", algorithm, "no comm hook")
         if described is not None:
             raise error_messages.algorithms_differ(described)
 
-    def _compare_algorithms(self, name: str, algorithm: str) -> str | None:
-        """Which ranks registered which hook; None if all registered this one."""
+    def agree_on_measurement(self, call: str) -> None:
+        """Wait until every rank has made the same call of a measurement between the same two steps.
+
+        Raises:
+            RanksDifferError: A rank has made another one, or none within the process group's timeout.
+        """
+        described = self._meet("measurement", f"in {call}", call, "nothing")
+        if described is not None:
+            raise self._told(error_messages.measurements_differ(described))
+
+    def _told(self, error: RanksDifferError) -> RanksDifferError:
+        """The same error, after posting it for the ranks that will wait for this one."""
+        self._statuses.fail(f": {error}")
+        return error
+
+    def _meet(self, kind: str, doing: str, value: str, absent: str) -> str | None:
+        """Wait until every rank has come here; which rank came with which value, None if all have the same."""
+        if len(self._ranks) == 1:
+            return None
+        iteration_number = self._points.iteration_number
+        self._statuses.note(f"{doing} before iteration", iteration_number)
+        self._num_meetings += 1
+        # Counters of an earlier call in which the ranks differed must not count in this one.
+        name = f"{kind}/{iteration_number}/{self._num_meetings}"
+        try:
+            return self._compare_values(name, value, absent)
+        except StoreLostError as error:
+            log.warning(
+                "%s: it is not known whether every rank is %s: the store of the process group is gone (%s)",
+                this_rank(),
+                doing,
+                error,
+            )
+            return None
+
+    def _compare_values(self, name: str, value: str, absent: str) -> str | None:
         keys = {rank: f"{name}/{rank}" for rank in self._ranks}
-        self._store.post(keys[self._rank], algorithm)
-        alike = f"{name}/{hashlib.sha256(algorithm.encode()).hexdigest()[:16]}/registered"
+        self._store.post(keys[self._rank], value)
+        alike = f"{name}/{hashlib.sha256(value.encode()).hexdigest()[:16]}/registered"
         self._store.add(alike, 1)
         self._store.add(f"{name}/registered", 1)  # last: a rank that sees all of these also sees all additions above
         for _ in pauses(self._timeout_s, longest_s=1.0):
@@ -149,10 +166,10 @@ class DesyncMonitor:
             return None
 
         def describe(found: dict[str, str]) -> str:
-            return name_values({rank: found.get(key, "no comm hook") for rank, key in keys.items()})
+            return name_values({rank: found.get(key, absent) for rank, key in keys.items()})
 
         described = Gathering(self._store, name, list(keys.values())).summary(0.0, bool, describe)
-        return f"{algorithm} on rank {self._rank}, and others elsewhere" if described is None else described
+        return f"{value} on rank {self._rank}, and others elsewhere" if described is None else described
 
     def raised(self, error: Exception) -> None:
         """A forward raised: post the error for the ranks that will wait for this one."""

@@ -18,6 +18,7 @@ from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.buckets.sharding import Sharding
 from ddp_compile.runtime.comm.process_groups import group_of
+from ddp_compile.runtime.comm.step_records import NoRecords
 from ddp_compile.runtime.sharded.bucket import ShardedBucket
 from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.gradients import ShardedGradients, norm_over_ranks
@@ -163,6 +164,10 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
     def zero_gradients(self, set_to_none: bool) -> None:
         """See `Sharding.zero_gradients`."""
         self._gradients.zero(set_to_none)
+
+    def record_into(self, records: NoRecords) -> None:
+        """See `Sharding.record_into`."""
+        self._reader.records = records
 
     def backward_begins(self) -> None:
         """See `Sharding.backward_begins`."""

@@ -176,7 +176,7 @@ class ShardedBucket:
                 is_same = piece.stepped.to(low.dtype) == low
                 piece.stepped.copy_(torch.where(is_same, piece.stepped, low.to(self.stepped_dtype)))
 
-    def gather(self, stepped: Set[int]) -> None:
+    def gather(self, stepped: Set[int]) -> Transfer:
         """Start to give all ranks what this one has stepped; ``stepped`` are the parameters that may have changed."""
         with torch.no_grad():
             for piece in self._copied_pieces:
@@ -187,6 +187,7 @@ class ShardedBucket:
         # would not notice that they have changed.
         pairs = zip(self.param_indices, self.parameters, strict=True)
         increment_version([parameter for index, parameter in pairs if index in stepped])
+        return self._gather
 
     def wait(self) -> None:
         """Return when the parameters are complete, or will be before what comes next on the current stream.

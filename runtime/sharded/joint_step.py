@@ -74,7 +74,9 @@ class JointStep:
             event.wait()
         try:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather"):
-                bucket.gather(self._stepped)
+                records = self._reader.records
+                transfer = records.launch_begins("gather", bucket.spec.index, bucket.spec.num_bytes)
+                records.launch_ends(transfer, bucket.gather(self._stepped))
         except RuntimeError as error:
             raise self._reader.failed(error) from error
 

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError, ReplicationError, this_rank
 from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.step_records import NO_RECORDS, NoRecords
 from ddp_compile.runtime.sharded.bucket import ShardedBucket
 from ddp_compile.runtime.sharded.guard import ParameterGuard
 from ddp_compile.runtime.sharded.state import State
@@ -27,6 +28,7 @@ class ParameterReader:
     def __init__(self, parameters: Sequence[Parameter], overlaps: bool) -> None:
         self._overlaps = overlaps
         self._guard = ParameterGuard(parameters, self._complete)
+        self.records: NoRecords = NO_RECORDS  #: of gathers and waits for them
         self.buckets: Sequence[ShardedBucket] = ()  #: in plan order
         #: Cleared by the first forward of which Python runs a part: Python could read any parameter.
         self._overlaps_forward = overlaps
@@ -87,7 +89,9 @@ class ParameterReader:
             )
         try:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather_wait"):
+                transfer = self.records.wait_begins("gather", bucket.spec.index)
                 bucket.wait()
+                self.records.wait_ends(transfer)
         except RuntimeError as error:
             self.raise_guard()  # a forward may have taken it down
             raise self.failed(error) from error

@@ -1,0 +1,267 @@
+"""Raw records of steps on one rank, from which ``model.measure()`` makes a report.
+
+Parts of the runtime call `NO_RECORDS`, which does nothing, until a measurement puts `StepRecords` in its place.
+
+Note [When a transfer is done]
+On the CPU a work's future tells when its transfer is done: a callback reads the clock in the process group's thread.
+The callback needs the GIL. If the main thread holds it, the reading is late by as long as that, at most by Python's
+switch interval (5 ms) unless native code holds it longer. A gloo work completes its future before its ``wait`` returns,
+so no callback of a work that was waited for runs later. Of other works, callbacks may run while their process group is
+destroyed, which joins its threads; torch releases the GIL for that. The callback refers to a list of times only.
+
+On an accelerator a side stream waits for the work and records an event. Messages of gloo have no future, and a chain of
+collectives is done only when the last one is: there it is not known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.report.steps import Kind
+from ddp_compile.runtime.comm import streams
+from ddp_compile.runtime.comm.transfers import MadeOfWorks
+
+#: A time on the host's monotonic clock in ns, or an event of a stream that will have one; see `streams.StreamClock`.
+Mark = Any
+
+
+@dataclass(slots=True, eq=False)
+class RawTransfer:
+    """As `ddp_compile.report.steps.Transfer`, on this rank's clock."""
+
+    bucket: int
+    kind: Kind
+    num_bytes: int
+    ready: Mark
+    launched: Mark
+    launch_returned: Mark = None
+    num_works: int | None = None  #: whose completion is noted in ``done``; None if it is not known
+    done: list[Mark] = field(default_factory=list)  #: written in the process group's threads
+    waited_from: Mark = None
+    waited_until: Mark = None
+
+
+@dataclass(slots=True, eq=False)
+class RawStep:
+    """As `ddp_compile.report.steps.RankStep`, on this rank's clock. Written from the end of the step before it on."""
+
+    began: Mark = None
+    backward_began: Mark = None
+    ended: Mark = None
+    transfers: list[RawTransfer] = field(default_factory=list)
+    blocked: list[tuple[Mark, Mark]] = field(default_factory=list)  #: waits for the algorithm as a whole
+    number: int = 0
+
+
+class NoRecords:
+    """Records nothing. Indices are those of buckets."""
+
+    def forward_begins(self) -> None:
+        """A forward with gradients begins, of which a step may have several."""
+
+    def backward_begins(self) -> None:
+        """The first gradient of a reduced backward has arrived."""
+
+    def bucket_is_ready(self, index: int) -> None:
+        """All gradients of a bucket are in its flat buffer."""
+
+    def launch_begins(self, kind: Kind, index: int, num_bytes: int) -> RawTransfer | None:
+        """A bucket is handed to the algorithm, or its parameters are about to be gathered."""
+
+    def launch_ends(self, transfer: RawTransfer | None, pending: object) -> None:
+        """The algorithm has returned what can be waited for."""
+
+    def wait_begins(self, kind: Kind, index: int) -> RawTransfer | None:
+        """Somebody waits for a transfer."""
+
+    def wait_ends(self, transfer: RawTransfer | None) -> None:
+        """The wait is over."""
+
+    def block_begins(self) -> Mark:
+        """A wait begins that is for no single transfer."""
+
+    def block_ends(self, since: Mark) -> None:
+        """It is over."""
+
+    def gradients_are_handed_over(self) -> None:
+        """Every ``.grad`` of the iteration is final."""
+
+    def iteration_ends(self, plan: BucketPlan) -> None:
+        """The iteration was completed in all parts."""
+
+    def iteration_begins(self) -> None:
+        """The next iteration begins, whatever has become of the last one."""
+
+    def exchange_if_due(self) -> None:
+        """Nothing is under way, on any rank: the records can be exchanged."""
+
+
+#: What is called while nothing is measured.
+NO_RECORDS = NoRecords()
+
+
+class StepRecords(NoRecords):
+    """Records the steps of one model.
+
+    Steps of different bucket plans are not kept together: records begin anew when the plan changes.
+
+    Args:
+        next_number: Number of the next iteration to end.
+        first: Number of the first iteration to record; of those before it a part may be missing.
+        wanted: How many steps to record; None for any number, of which the last ones are kept.
+        kept: How many steps are kept.
+        blocks_host: Whether the host waits in ``Work.wait()``.
+        on_due: Called at the end of the iteration in which the last step was recorded.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        next_number: int,
+        first: int,
+        wanted: int | None,
+        kept: int,
+        blocks_host: bool,
+        on_due: Callable[[], None],
+    ) -> None:
+        self.plan: BucketPlan | None = None  #: of the steps
+        self.steps: deque[RawStep] = deque(maxlen=kept)  #: complete, with all times known
+        self._clock = streams.StreamClock(device)
+        self._side = streams.SideStream(device)
+        self._blocks_host = blocks_host
+        self._number, self._first, self._wanted = next_number, first, wanted
+        self._on_due = on_due
+        self._step = RawStep()
+        self._unread: deque[RawStep] = deque()  # on an accelerator: steps that it may not have come to the end of
+        self._latest: dict[tuple[Kind, int], RawTransfer] = {}
+        self._ready: dict[int, Mark] = {}
+
+    # What is recorded.
+
+    def forward_begins(self) -> None:
+        if self._step.began is None:
+            self._step.began = self._clock.mark()
+
+    def backward_begins(self) -> None:
+        if self._step.backward_began is None:
+            self._step.backward_began = self._clock.mark()
+
+    def bucket_is_ready(self, index: int) -> None:
+        self._ready[index] = self._clock.mark()
+
+    def launch_begins(self, kind: Kind, index: int, num_bytes: int) -> RawTransfer:
+        now = self._clock.mark()
+        transfer = RawTransfer(index, kind, num_bytes, self._ready.pop(index, now), now)
+        self._step.transfers.append(transfer)
+        self._latest[kind, index] = transfer
+        return transfer
+
+    def launch_ends(self, transfer: RawTransfer | None, pending: object) -> None:
+        assert transfer is not None
+        transfer.launch_returned = self._clock.mark()
+        if isinstance(pending, dist.Work):
+            self._note_when_done(transfer, [pending])
+        elif isinstance(pending, MadeOfWorks):
+            self._note_when_done(transfer, pending.works)
+
+    def _note_when_done(self, transfer: RawTransfer, works: Sequence[dist.Work]) -> None:
+        """See Note [When a transfer is done]."""
+        if not works:  # there is no other rank
+            transfer.num_works, transfer.done = 1, [transfer.launch_returned]
+        elif not self._clock.is_of_host:
+            if not self._blocks_host:
+                with self._side.on():
+                    for work in works:
+                        work.wait()
+                    transfer.num_works, transfer.done = 1, [self._clock.mark()]
+        else:
+            try:
+                futures = [work.get_future() for work in works]
+            except RuntimeError:  # messages of gloo have none
+                return
+            transfer.num_works = len(futures)
+            for future in futures:
+                future.add_done_callback(partial(_note_time, transfer.done))
+
+    def wait_begins(self, kind: Kind, index: int) -> RawTransfer | None:
+        transfer = self._latest.get((kind, index))
+        if transfer is None or transfer.waited_from is not None:
+            return None  # it was launched before records began, or two threads read the same parameters
+        transfer.waited_from = self._clock.mark()
+        return transfer
+
+    def wait_ends(self, transfer: RawTransfer | None) -> None:
+        if transfer is not None:
+            transfer.waited_until = self._clock.mark()
+
+    def block_begins(self) -> Mark:
+        return self._clock.mark()
+
+    def block_ends(self, since: Mark) -> None:
+        self._step.blocked.append((since, self._clock.mark()))
+
+    def gradients_are_handed_over(self) -> None:
+        self._step.ended = self._clock.mark()
+
+    # Steps.
+
+    def iteration_ends(self, plan: BucketPlan) -> None:
+        step = self._step
+        step.number = self._number
+        self._number += 1
+        if plan is not self.plan:
+            self.plan = plan
+            self.steps.clear()
+            self._unread.clear()
+            self._first = max(self._first, step.number)
+        if step.number >= self._first and step.began is not None and step.ended is not None:
+            self._unread.append(step)
+            self._read(wait=False)
+
+    def iteration_begins(self) -> None:
+        self._step = RawStep()
+        self._latest.clear()
+        self._ready.clear()
+
+    def exchange_if_due(self) -> None:
+        if self._wanted is not None and self._number - self._first >= self._wanted:
+            self._on_due()
+
+    @property
+    def num_steps(self) -> int:
+        """How many iterations have been recorded."""
+        return max(0, self._number - self._first)
+
+    def read_all(self) -> list[RawStep]:
+        """All complete steps; on an accelerator, after waiting for their end."""
+        self._read(wait=True)
+        return list(self.steps)
+
+    def _read(self, wait: bool) -> None:
+        """Turn marks of steps into times, of those steps that the device has finished unless it is waited for."""
+        while self._unread and self._clock.has_passed(self._unread[0].ended, wait):
+            step = self._unread.popleft()
+            read = self._clock.read
+            step.backward_began = read(step.backward_began)
+            step.ended = read(step.ended)
+            step.blocked = [(read(since), read(until)) for since, until in step.blocked]
+            for transfer in step.transfers:
+                transfer.ready, transfer.launched = read(transfer.ready), read(transfer.launched)
+                transfer.launch_returned = read(transfer.launch_returned)
+                transfer.done = [] if len(transfer.done) != transfer.num_works else [max(map(read, transfer.done))]
+                transfer.waited_from, transfer.waited_until = read(transfer.waited_from), read(transfer.waited_until)
+            step.began = self._clock.move_to(step.began)
+            self.steps.append(step)
+
+
+def _note_time(times: list[Mark], _future: object) -> None:
+    times.append(time.monotonic_ns())
