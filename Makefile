@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 
 # What a checkout needs beside the package. It is installed while the C++ library is built, and what torch's compilers
 # import is compiled to bytecode. By the newest pip, which takes half the time of that of Python 3.11.
-EXTRAS := test dev docs bench examples integrations
+EXTRAS := test dev docs bench examples report integrations
 
 .DEFAULT_GOAL := help
 # Where it is set, as in many containers, each process compiles what it imports once more, for seconds.

@@ -87,7 +87,8 @@ def _gathered(bucket: int, times: Mapping[int, Times]) -> str:
 
 def _reduced(report: StepReport, bucket: int, times: Mapping[int, Times], least_s: float) -> str:
     names = shorten_names([shorten(name) for name in report.buckets[bucket].names])
-    text = f"bucket {bucket} ({names}) is exposed for {format_ms(times[bucket].least_exposed_s)} on every rank in the median"
+    exposed = format_ms(times[bucket].least_exposed_s)
+    text = f"bucket {bucket} ({names}) is exposed for {exposed} on every rank in the median"
     reason = _reason(times[bucket], is_last=bucket == list(times)[-1], least_s=least_s)
     text += f": {reason}" if reason else ""
     better = _smaller(report, times, bucket)

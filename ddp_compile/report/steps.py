@@ -18,10 +18,14 @@ of the transfer before it, as all share one link. What a rank waits before the l
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, median_low
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from ddp_compile.report.advice import Advice
 
 Kind = Literal["reduce", "gather"]
 
@@ -323,6 +327,45 @@ class StepReport:
         from ddp_compile.report.text import format_report
 
         return format_report(self)
+
+    # Imported where they are used, as they show what is defined here.
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, in the format of its suffix; replaces a file that is there.
+
+        Args:
+            path: ``.html`` is one page that needs nothing else, ``.perfetto-trace`` is for ui.perfetto.dev, ``.json``
+                for `from_json`, ``.png`` for `plot`. The folder has to exist.
+
+        Raises:
+            ValueError: The suffix is another one.
+            FileNotFoundError: There is no such folder.
+            ImportError: The format needs matplotlib or perfetto, which is not installed.
+        """
+        from ddp_compile.report.files import save_report
+
+        save_report(self, path)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the step of median length with matplotlib, one lane for each rank.
+
+        Args:
+            path: Ends with ``.png``, in a folder that exists.
+
+        Raises:
+            ValueError: It has another suffix.
+            FileNotFoundError: There is no such folder.
+            ImportError: matplotlib is not installed.
+        """
+        from ddp_compile.report.files import plot_report
+
+        plot_report(self, path)
+
+    def advice(self) -> tuple[Advice, ...]:
+        """What these steps say that one may act on, the costliest first; nothing from fewer than five steps."""
+        from ddp_compile.report.advice import advise
+
+        return advise(self)
 
 
 def _report_of(fields: dict[str, Any]) -> StepReport:

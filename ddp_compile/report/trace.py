@@ -11,10 +11,11 @@ from pathlib import Path
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
 from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
+from ddp_compile.errors import shorten_names
 from ddp_compile.report.spans import Lane, Span, spans_of
 from ddp_compile.report.steps import BucketInfo, StepReport
 
-#: Rows of a rank. Transfers have two, as one is launched while another moves; a row must not have partial overlaps.
+#: Rows of a rank.
 _ROWS: Mapping[Lane, str] = {
     "computation": "computation",
     "wait": "waits",
@@ -60,11 +61,11 @@ class _Writer:
             event = self._event(track, first, TrackEvent.TYPE_SLICE_BEGIN)
             event.name = span.name
             self._annotate(event, "step", step)
-            if span.transfer is not None:
+            if span.lane == "transfer" and span.transfer is not None:
                 bucket = self._buckets[span.transfer.bucket]
                 self._annotate(event, "bucket", bucket.index)
                 self._annotate(event, "bytes", span.transfer.num_bytes)
-                self._annotate(event, "parameters", ", ".join(bucket.names))
+                self._annotate(event, "parameters", shorten_names(bucket.names))
             self._event(track, last, TrackEvent.TYPE_SLICE_END)
 
     def _free_track(self, rank: int, row: str, at_ns: int) -> int:
