@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ddp_compile.report.advice import least_seconds
-from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, bucket_color
+from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, LATE, LAUNCH, bucket_color
 from ddp_compile.report.spans import Span, spans_of
 from ddp_compile.report.steps import StepReport
 from ddp_compile.report.text import format_step
@@ -21,6 +21,7 @@ from ddp_compile.report.timing import median_step
 
 _DPI = 120
 _COMPUTATION = {"forward": FORWARD, "backward": BACKWARD, "computation": BACKWARD}
+_WAITS = {"launch": LAUNCH, "late": LATE, "wait": EXPOSED}
 #: A bar that is shorter than this share of the picture has no number in it.
 _NARROWEST_NUMBER = 0.018
 
@@ -54,7 +55,13 @@ def draw_chart(report: StepReport, path: Path) -> None:
     axes.tick_params(axis="both", length=0, labelsize=8.5)
     title = f"{report.model}, step {step.number}: {format_step(step)}"
     axes.set_title(title, loc="left", fontsize=10, parse_math=False, wrap=True)
-    looks = {"forward": FORWARD, "backward": BACKWARD, "exposed": EXPOSED, "transfer, by bucket": bucket_color(0)}
+    looks = {
+        "forward": FORWARD,
+        "backward": BACKWARD,
+        "exposed": EXPOSED,
+        "waits for late ranks": LATE,
+        "transfer, by bucket": bucket_color(0),
+    }
     handles = [Patch(color=color, label=label) for label, color in looks.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8.5)
     FigureCanvasAgg(figure).print_png(path)
@@ -65,7 +72,7 @@ def _draw_lane(axes: Axes, lane: int, spans: Sequence[Span], narrowest: float) -
     queue = [(1e3 * span.begin, 1e3 * span.end) for span in spans if span.lane == "queue"]
     begins, ends = [begin for begin, _ in queue], [end for _, end in queue]
     axes.hlines([lane + 0.19] * len(queue), begins, ends, color="#777777", linestyle=":", linewidth=1)
-    for row, names in ((lane - 0.19, ("computation", "wait")), (lane + 0.19, ("transfer",))):
+    for row, names in ((lane - 0.19, ("computation", "launch", "late", "wait")), (lane + 0.19, ("transfer",))):
         shown = [span for span in spans if span.lane in names]
         bars = [(1e3 * span.begin, 1e3 * (span.end - span.begin)) for span in shown]
         axes.broken_barh(bars, (row - 0.18, 0.36), facecolors=list(map(_color, shown)), linewidth=0)
@@ -77,5 +84,5 @@ def _draw_lane(axes: Axes, lane: int, spans: Sequence[Span], narrowest: float) -
 
 def _color(span: Span) -> tuple[float, float, float, float]:
     if span.lane != "transfer" or span.transfer is None:
-        return to_rgba(_COMPUTATION.get(span.name, EXPOSED))
+        return to_rgba(_WAITS.get(span.lane) or _COMPUTATION[span.name])
     return to_rgba(bucket_color(span.transfer.bucket), 0.55 if span.transfer.kind == "gather" else 1.0)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-#: Waits; no bucket has a color like it.
+#: Waits for transfers; no bucket has a color like it.
 EXPOSED = "#e5484d"
+#: Launches that took long.
+LAUNCH = "#8b949e"
+#: Waits for late ranks.
+LATE = "#e3b341"
 FORWARD = "#8fb0cc"
 BACKWARD = "#4f86b8"
 

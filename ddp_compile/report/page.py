@@ -7,7 +7,8 @@ from html import escape
 
 from ddp_compile.errors import number_of, shorten_names
 from ddp_compile.report.advice import FEWEST_STEPS, advise, least_seconds, shorten
-from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, NUM_COLORS, bucket_color
+from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, LATE, LAUNCH, NUM_COLORS, bucket_color
+from ddp_compile.report.spans import spans_of
 from ddp_compile.report.steps import StepReport
 from ddp_compile.report.text import format_step
 from ddp_compile.report.timeline import format_ms, render_timeline
@@ -15,7 +16,7 @@ from ddp_compile.report.timing import median_step, median_times
 
 _STYLE = f"""
 :root{{color-scheme:light dark;--page:#fff;--text:#1f2328;--soft:#656d76;--line:#d8dee4;--panel:#f6f8fa;
---exposed:{EXPOSED};--forward:{FORWARD};--backward:{BACKWARD}}}
+--exposed:{EXPOSED};--late:{LATE};--launch:{LAUNCH};--forward:{FORWARD};--backward:{BACKWARD}}}
 @media (prefers-color-scheme:dark){{:root{{--page:#16181d;--text:#e6e8eb;--soft:#9aa3ad;--line:#343a42;--panel:#1e2127;
 --forward:#56728b}}}}
 *{{box-sizing:border-box}}
@@ -33,7 +34,7 @@ caption{{caption-side:bottom;text-align:left;padding-top:6px}}
 th,td{{text-align:right;padding:4px 10px;border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums;
 white-space:nowrap}}
 th{{color:var(--soft);font-weight:600}}
-td.names,th.names{{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:200px}}
+td.names,th.names{{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:130px}}
 td.high{{color:var(--exposed);font-weight:700}}
 i{{display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:7px;vertical-align:-1px}}
 .legend{{display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 0;font-size:13px;color:var(--soft)}}
@@ -41,9 +42,12 @@ svg{{display:block;width:100%;min-width:860px;font:12px system-ui,sans-serif}}
 svg text{{fill:var(--text)}}
 svg .axis{{fill:var(--soft);text-anchor:middle}}
 svg .in{{fill:#fff;text-anchor:middle;pointer-events:none}}
-svg text.late{{fill:var(--exposed);font-weight:700}}
+svg text.launch{{fill:var(--launch);background:var(--launch)}}
+.late{{fill:var(--exposed);font-weight:700}}
 svg path.late{{stroke:var(--exposed);stroke-width:3}}
 svg .grid{{stroke:var(--line)}}
+.launch{{fill:var(--launch);background:var(--launch)}}
+.late{{fill:var(--late);background:var(--late)}}
 svg .queue{{stroke:var(--soft);stroke-width:1.4;stroke-dasharray:2 2}}
 .forward{{fill:var(--forward);background:var(--forward)}}
 .backward,.computation{{fill:var(--backward);background:var(--backward)}}
@@ -106,13 +110,22 @@ def _timeline(report: StepReport) -> Iterator[str]:
         ('<i class="forward"></i>', "forward"),
         ('<i class="backward"></i>', "backward"),
         ('<i class="wait"></i>', "exposed: waits for this bucket"),
+        ('<i class="late"></i>', "waits for a late rank"),
         ('<i class="b0"></i>', "transfer, with the number of its bucket"),
         ('<i style="border-top:2px dashed var(--soft);height:0;vertical-align:4px"></i>', "launched, not moving yet"),
     ]
-    if any(transfer.kind == "gather" for rank in step.ranks for transfer in rank.transfers):
+    spans = [span for own in spans_of(step).values() for span in own]
+    if any(span.lane == "launch" for span in spans):
+        entries.append(('<i class="launch"></i>', "launch that took long"))
+    if any(span.transfer is not None and span.transfer.kind == "gather" for span in spans):
         entries.append(('<i class="b0 gather"></i>', "gather of updated parameters"))
     yield '<div class="legend">' + "".join(f"<span>{look}{words}</span>" for look, words in entries) + "</div>"
     yield f'<div class="scroll">{render_timeline(step, least_seconds(report))}</div>'
+    if step.drained_s > 0:
+        yield (
+            f'<p class="soft">A rank also waited up to {format_ms(step.drained_s)} for the algorithm as a whole, which '
+            "is no transfer of one bucket; the picture shows it as computation.</p>"
+        )
 
 
 def _table(report: StepReport) -> Iterator[str]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from ddp_compile.report.steps import RankStep, Step, Transfer
-from ddp_compile.report.timing import transfer_times
+from ddp_compile.report.timing import Times, transfer_times
 
-Lane = Literal["computation", "wait", "queue", "transfer"]
+Lane = Literal["computation", "launch", "late", "wait", "queue", "transfer"]
+
+#: Launches that take a smaller share of the step are part of the computation.
+_SHORTEST_LAUNCH = 0.005
 
 
 class Span(NamedTuple):
     """A stretch of time on one rank.
 
     Args:
-        lane: ``"queue"`` is a transfer that was launched and cannot move yet: a rank is late, or the link is busy.
+        lane: ``"launch"`` is a launch that took long, as some algorithms wait inside it; ``"late"`` is a wait for a rank
+            that has not launched the transfer; ``"wait"`` is one for the transfer itself. ``"queue"`` is a transfer
+            that was launched and cannot move yet: a rank is late, or the link is busy.
         begin: In seconds, as in `Step`.
         end: Likewise.
         name: What happens, for example ``"backward"`` or ``"reduce bucket 5"``.
@@ -31,38 +36,45 @@ class Span(NamedTuple):
 
 def spans_of(step: Step) -> dict[int, list[Span]]:
     """The spans of each rank of a step, in the order of the process group."""
-    begins = {key: times.began for key, times in transfer_times(step).items()}
+    all_times = transfer_times(step)
     found = {}
     for rank in step.ranks:
-        spans = [*_waits(rank)]
+        busy: list[Span] = []
+        moving: list[Span] = []
         for transfer in rank.transfers:
-            begin, done = begins.get((transfer.kind, transfer.bucket)), transfer.done
-            if begin is not None and done is not None:
-                begin = min(begin, done)
-                spans.append(Span("queue", transfer.launched, begin, _name(transfer), transfer))
-                spans.append(Span("transfer", begin, done, _name(transfer), transfer))
-        found[rank.rank] = [*_computations(rank), *(span for span in spans if span.end > span.begin)]
+            times = all_times.get((transfer.kind, transfer.bucket))
+            busy += _busy(transfer, times, _SHORTEST_LAUNCH * step.duration_s)
+            if times is not None and transfer.done is not None:
+                begin, name = min(times.began, transfer.done), _name(transfer)
+                moving.append(Span("queue", transfer.launched, begin, name, transfer))
+                moving.append(Span("transfer", begin, transfer.done, name, transfer))
+        busy = [span for span in busy if span.end > span.begin]
+        found[rank.rank] = [*_computations(rank, busy), *busy, *(span for span in moving if span.end > span.begin)]
     return found
 
 
-def _waits(rank: RankStep) -> Iterator[Span]:
-    for transfer in rank.transfers:
-        if transfer.waited_from is not None and transfer.waited_until is not None:
-            yield Span("wait", transfer.waited_from, transfer.waited_until, f"wait for {_name(transfer)}", transfer)
+def _busy(transfer: Transfer, times: Times | None, shortest_launch: float) -> Iterator[Span]:
+    """What kept the rank from computing."""
+    name, since, until = _name(transfer), transfer.waited_from, transfer.waited_until
+    if transfer.launch_returned - transfer.launched >= shortest_launch:
+        yield Span("launch", transfer.launched, transfer.launch_returned, f"launch: {name}", transfer)
+    if since is not None and until is not None:
+        all_there = since if times is None else min(max(since, times.launched), until)
+        yield Span("late", since, all_there, f"wait for late ranks: {name}", transfer)
+        yield Span("wait", all_there, until, f"wait: {name}", transfer)
 
 
-def _computations(rank: RankStep) -> Iterator[Span]:
-    """Whatever is no wait, cut where the backward begins."""
-    middle = rank.backward_began
+def _computations(rank: RankStep, busy: Iterable[Span]) -> Iterator[Span]:
+    """Whatever else, cut where the backward begins."""
     parts = [("computation", rank.began, rank.ended)]
-    if middle is not None:
-        parts = [("forward", rank.began, middle), ("backward", middle, rank.ended)]
-    waits = sorted((span.begin, span.end) for span in _waits(rank))
+    if rank.backward_began is not None:
+        parts = [("forward", rank.began, rank.backward_began), ("backward", rank.backward_began, rank.ended)]
+    others = sorted((span.begin, span.end) for span in busy)
     for name, begin, end in parts:
-        for wait_begin, wait_end in waits:
-            if begin < min(wait_begin, end):
-                yield Span("computation", begin, min(wait_begin, end), name)
-            begin = max(begin, wait_end)
+        for other_begin, other_end in others:
+            if begin < min(other_begin, end):
+                yield Span("computation", begin, min(other_begin, end), name)
+            begin = max(begin, other_end)
         if begin < end:
             yield Span("computation", begin, end, name)
 

@@ -83,7 +83,7 @@ def _lane(rank: int, spans: list[Span], top: float, scale: _Scale, late_s: float
             continue
         row, look = upper, span.name
         if span.transfer is not None:
-            row, look = upper, "wait"
+            row, look = upper, span.lane
             if span.lane == "transfer":
                 row, look = lower, f"b{span.transfer.bucket % NUM_COLORS} {span.transfer.kind}"
         title = f"<title>{span.name}, {format_ms(span.end - span.begin)}</title>"

@@ -18,6 +18,8 @@ from ddp_compile.report.steps import BucketInfo, StepReport
 #: Rows of a rank.
 _ROWS: Mapping[Lane, str] = {
     "computation": "computation",
+    "launch": "launches",
+    "late": "waits",
     "wait": "waits",
     "queue": "launched, not moving",
     "transfer": "transfers",
