@@ -18,7 +18,7 @@ FEWEST_STEPS = 5
 #: Nor about a smaller share of the step.
 _LEAST_SHARE = 0.01
 #: A rank is called late if it is in this share of the steps.
-_OFTEN = 0.5
+_OFTEN = 0.8
 #: Sentences of each kind, those with most seconds.
 _MOST = 3
 _NOUN = {"reduce": "reduction", "gather": "gather"}
@@ -126,17 +126,19 @@ def _smaller(report: StepReport, reduces: Mapping[int, Times], bucket: int) -> B
 
 
 def _late(report: StepReport, least_s: float) -> Iterator[Advice]:
+    """Ranks that are nearly always late. If that seems to be so of most ranks, they only vary."""
     by_rank: dict[int, list[float]] = {}
     for step in report.steps:
-        for rank in step.ranks:
-            late_s = step.lateness_s(rank.rank)
-            if late_s >= least_s:
-                by_rank.setdefault(rank.rank, []).append(late_s)
+        late = {rank.rank: step.lateness_s(rank.rank) for rank in step.ranks}
+        bound = max(least_s, max(late.values()) / 2)
+        for rank, late_s in late.items():
+            if late_s >= bound:
+                by_rank.setdefault(rank, []).append(late_s)
     often = {rank: late for rank, late in by_rank.items() if len(late) >= _OFTEN * len(report.steps)}
-    if not often:
+    if not 0 < len(often) <= len(report.steps[0].ranks) / 2:
         return
     ranks = tuple(sorted(often))
-    share = min(len(late) for late in often.values()) / len(report.steps)
+    share = min(map(len, often.values())) / len(report.steps)
     late_s = min(map(median, often.values()))
     one = len(ranks) == 1
     text = (

@@ -18,8 +18,8 @@ class Span(NamedTuple):
     """A stretch of time on one rank.
 
     Args:
-        lane: ``"launch"`` is a launch that took long, as some algorithms wait inside it; ``"late"`` is a wait for a rank
-            that has not launched the transfer; ``"wait"`` is one for the transfer itself. ``"queue"`` is a transfer
+        lane: ``"launch"`` is a launch that took long, as some algorithms wait inside it. ``"late"`` is a wait for a
+            rank that has not launched the transfer, ``"wait"`` one for the transfer itself. ``"queue"`` is a transfer
             that was launched and cannot move yet: a rank is late, or the link is busy.
         begin: In seconds, as in `Step`.
         end: Likewise.
