@@ -492,7 +492,7 @@ class Reducer:
 
     def _begin_iteration(self) -> None:
         self._set.begin_iteration()
-        self._queue.records.iteration_begins()
+        self._queue.records.iteration_begins(self._set.iteration.number)
         self._monitor.iteration_ends(self._set.iteration.number)
         self._hooks.notify_of_each()
         self._lifecycle.on(Event.ITERATION_ENDS)  # last, so that a cut-short end is not taken for complete

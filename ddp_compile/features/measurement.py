@@ -69,7 +69,7 @@ class Measurement:
     @property
     def is_over(self) -> bool:
         """Whether it records no more."""
-        return self._is_over
+        return self._is_over or self._replica() is None
 
     @property
     def is_complete(self) -> bool:
@@ -78,7 +78,7 @@ class Measurement:
 
     @property
     def num_steps(self) -> int:
-        """How many steps have been recorded so far."""
+        """How many steps it has come to; one that raised counts, but is not in the report."""
         return self._records.num_steps
 
     def report(self) -> StepReport:
@@ -91,10 +91,10 @@ class Measurement:
             found = f"{self.num_steps} steps" if self._steps is None else f"{self.num_steps} of {self._steps} steps"
             way_out = (
                 "It has ended; call model.measure() again, and train while it records"
-                if self._is_over
+                if self.is_over
                 else "Train on, or call stop() on every rank between the same two steps to have the report of these"
             )
-            raise ReplicationError(f"{this_rank()}: there is no report: {found} have been recorded. {way_out}")
+            raise ReplicationError(f"{this_rank()}: there is no report: {found} have been measured. {way_out}")
         return self._report
 
     def stop(self) -> None:

@@ -98,8 +98,8 @@ class NoRecords:
     def iteration_ends(self, plan: BucketPlan) -> None:
         """The iteration was completed in all parts."""
 
-    def iteration_begins(self) -> None:
-        """The next iteration begins, whatever has become of the last one."""
+    def iteration_begins(self, number: int) -> None:
+        """The iteration of this number begins, whatever has become of the one before it."""
 
     def exchange_if_due(self) -> None:
         """Nothing is under way, on any rank: the records can be exchanged."""
@@ -227,7 +227,8 @@ class StepRecords(NoRecords):
             self._unread.append(step)
             self._read(wait=False)
 
-    def iteration_begins(self) -> None:
+    def iteration_begins(self, number: int) -> None:
+        self._number = max(self._number, number)  # one that raised has a number; a rank that is alone counts here
         self._step = RawStep()
         self._latest.clear()
         self._ready.clear()
@@ -238,7 +239,7 @@ class StepRecords(NoRecords):
 
     @property
     def num_steps(self) -> int:
-        """How many iterations have been recorded."""
+        """How many iterations it has come to, with those that raised."""
         return max(0, self._number - self._first)
 
     def read_all(self) -> list[RawStep]:

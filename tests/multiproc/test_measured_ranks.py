@@ -12,46 +12,234 @@ import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
 from rank_pool import on_ranks
+from test_waiting_ranks import run_and_meet
 from torch import nn
 
-from ddp_compile import ddp_compile
-from ddp_compile.report.steps import StepReport
-from ddp_compile.sharded_optimizer import shard_optimizer
+from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.algorithms import AsyncModelAverage, ByteGrad, LocalSGD
+from ddp_compile.errors import ReplicationError
+from ddp_compile.report.steps import Step, StepReport
+
+eagerly = torch.compiler.set_stance("force_eager")
+LATE_S = 0.2
 
 
 def replicate(**settings: Any) -> Any:
-    return ddp_compile(Mlp(width=33, num_layers=4), bucket_cap_mb=0.005, backend="aot_eager", **settings)
+    return ddp_compile(Mlp(width=33, num_layers=4), bucket_cap_mb=0.009, backend="aot_eager", **settings)
 
 
-def step(model: nn.Module) -> None:
+def trained(**settings: Any) -> Any:
+    """After two steps the plan stays, and the ranks compare fingerprints in few of the next steps."""
+    model = replicate(**settings)
+    train_step(model)
+    train_step(model)
+    return model
+
+
+def train_step(model: nn.Module) -> None:
     loss_of(model(torch.randn(6, 33))).backward()
 
 
-@on_ranks(2)
-def test_default(split: str) -> None:
-    model = replicate(split=split)
-    measurement = model.measure(steps=3)
-    assert model.comm_stats() is None
-    for _ in range(7):
-        step(model)
-        print(measurement.num_steps, measurement.is_complete, model.comm_stats())
-    print(measurement.report())
-    r = measurement.report()
-    print(len(r.to_json()))
-    assert StepReport.from_json(r.to_json()) == r
-    print(r.steps[-1].ranks[dist.get_rank()])
+def check_times(step: Step) -> None:
+    """Every rank has all transfers, in an order that is possible."""
+    for rank in step.ranks:
+        assert rank.began <= rank.backward_began <= rank.ended
+        for each in rank.transfers:
+            assert each.ready <= each.launched <= each.launch_returned
+            assert each.waited_from is not None and each.waited_until is not None
+            assert each.launched <= each.waited_from <= each.waited_until
+            if each.done is not None:
+                assert each.launched <= each.done <= each.waited_until
+        waited = sum(each.exposed_s for each in rank.transfers)
+        assert rank.exposed_s == pytest.approx(waited + rank.drained_s)
+    assert len({tuple((each.kind, each.bucket) for each in rank.transfers) for rank in step.ranks}) == 1
+
 
 @on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_sharded() -> None:
+def test_a_report_is_the_same_on_every_rank(split: str) -> None:
+    model = replicate(split=split)
+    train_step(model)
+    measurement = model.measure(steps=3)
+    assert model.comm_stats() is None
+    with pytest.raises(ReplicationError, match="0 of 3 steps have been measured. Train on"):
+        measurement.report()
+    for number in range(2, 5):
+        assert not measurement.is_complete
+        train_step(model)
+        last = model.comm_stats()
+        assert last.number == number and [rank.rank for rank in last.ranks] == [dist.get_rank()]
+        assert last.communication_s > 0
+    report = measurement.report()  # sends nothing
+    train_step(model)
+    assert measurement.num_steps == 3 and model.comm_stats().number == 4
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, report.to_json())
+    assert StepReport.from_json(everyone[0]) == StepReport.from_json(everyone[1]) == report
+    assert [step.number for step in report.steps] == [2, 3, 4]
+    assert report.plan_digest == model.bucket_plan.digest and report.clock_error_s < 0.1
+    assert [name for bucket in report.buckets for name in bucket.names] == [
+        gradient.fqn for bucket in model.bucket_plan.buckets for gradient in bucket.gradients
+    ]
+    for step in report.steps:
+        check_times(step)
+        assert [each.bucket for each in step.ranks[0].transfers] == [bucket.index for bucket in report.buckets]
+
+
+@on_ranks(2)
+@eagerly
+def test_a_late_rank_is_named_and_its_transfers_are_not_longer() -> None:
+    model = trained()
+    measurement = model.measure(steps=3)
+    for _ in range(3):
+        loss = loss_of(model(torch.randn(6, 33)))
+        if dist.get_rank() == 1:
+            time.sleep(LATE_S)
+        loss.backward()
+    for step in measurement.report().steps:
+        assert 0.9 * LATE_S < step.lateness_s(1) < 1.5 * LATE_S
+        assert step.lateness_s(0) < 0.25 * LATE_S
+        assert step.ranks[0].exposed_s > 0.7 * LATE_S  # it waits, but not for transfers
+        assert step.communication_s is not None and max(step.communication_s, step.exposed_s) < 0.5 * LATE_S
+        assert "rank 1 late by 2" in str(step)
+
+
+@on_ranks(2)
+@eagerly
+def test_gathers_of_a_sharded_optimizer_belong_to_the_next_step() -> None:
     model = replicate()
-    opt = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
-    for i in range(5):
-        if i==1:
-            measurement = model.measure(steps=3)
-        step(model)
-        opt.step()
-        opt.zero_grad()
-    print(measurement.report())
-    print(measurement.report().steps[-1].ranks[dist.get_rank()])
-    with pytest.raises(ZeroDivisionError): 1/0
+    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    measurement = None
+    for number in range(1, 6):
+        if number == 2:
+            measurement = model.measure(steps=2)  # the gathers for step 2 have been launched: step 3 is the first
+        train_step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert measurement is not None
+    steps = measurement.report().steps
+    assert [step.number for step in steps] == [3, 4]
+    for step in steps:
+        check_times(step)
+        for rank in step.ranks:
+            kinds = [each.kind for each in rank.transfers]
+            assert kinds == sorted(kinds) and kinds.count("gather") == kinds.count("reduce") == len(
+                model.bucket_plan.buckets
+            )
+            gathers = [each for each in rank.transfers if each.kind == "gather"]
+            assert all(each.launched < rank.began < each.waited_until < rank.backward_began for each in gathers)
+        assert step.communication_s is None and "communication unknown" in str(step)  # gloo's messages do not say
+
+
+@on_ranks(2)
+@eagerly
+def test_micro_batches_are_one_step_and_a_begun_one_is_not_recorded() -> None:
+    model = replicate()
+    measurement = None
+    for number in range(1, 4):
+        with model.no_sync():
+            train_step(model)
+        if number == 2:
+            measurement = model.measure(steps=1)
+        time.sleep(0.02)
+        train_step(model)
+    assert measurement is not None
+    (step,) = measurement.report().steps
+    assert step.number == 3
+    assert all(rank.backward_began - rank.began > 0.02 for rank in step.ranks)
+
+
+@on_ranks(2)
+@eagerly
+def test_time_inside_launches_and_drains_is_not_computation() -> None:
+    """ByteGrad's chains wait inside `launch` for the transfer of the bucket before; LocalSGD waits after the backward."""
+    for algorithm in (ByteGrad(), LocalSGD(period=1)):
+        model = trained(algorithm=algorithm)
+        with model.measure(steps=None) as measurement:
+            for _ in range(2):
+                if dist.get_rank() == 1:
+                    time.sleep(LATE_S)
+                train_step(model)
+        assert len(measurement.report().steps) == 2
+        for step in measurement.report().steps:
+            first = step.of_rank(0)
+            assert first.launching_s + first.exposed_s > 0.7 * LATE_S
+            assert first.computation_s < 0.3 * LATE_S
+            assert all(each.done is None for each in first.transfers)
+        model.unwrap()
+
+
+@on_ranks(2)
+@eagerly
+def test_a_step_that_raises_is_not_recorded() -> None:
+    model = trained(check_finite_gradients=True)
+    measurement = model.measure(steps=3)
+    for number in range(3):
+        loss = loss_of(model(torch.randn(6, 33)))
+        if number == 1:
+            with pytest.raises(RuntimeError, match="infinite or NaN"):
+                (loss * float("inf")).backward()
+            model.zero_grad()
+        else:
+            loss.backward()
+    assert [step.number for step in measurement.report().steps] == [3, 5]
+
+
+def one_rank_measures(group: dist.ProcessGroup) -> None:
+    model = replicate(process_group=group)
+    train_step(model)
+    if dist.get_rank() == 0:
+        model.measure(steps=2)
+    train_step(model)
+
+
+def ranks_measure_differently(group: dist.ProcessGroup) -> None:
+    replicate(process_group=group).measure(steps=2 + dist.get_rank())
+
+
+@on_ranks(2)
+def test_every_rank_hears_of_one_that_measures_alone() -> None:
+    outcome = run_and_meet(one_rank_measures)
+    assert "measure(steps=2) from iteration 2 on on rank 0, nothing on rank 1" in outcome
+    assert outcome.startswith(("RanksDifferError", "ReductionError")[dist.get_rank()])
+    outcome = run_and_meet(ranks_measure_differently)
+    assert "RanksDifferError" in outcome and "measure(steps=2) from iteration 1 on on rank 0" in outcome
+
+
+@on_ranks(2)
+@eagerly
+def test_what_cannot_be_measured_is_refused_with_the_way_out() -> None:
+    model = replicate()
+    for steps in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=r"measure\(steps=.*\) must be an integer of at least 1"):
+            model.measure(steps=steps)
+    measurement = model.measure(steps=2)
+    with pytest.raises(ReplicationError, match="while another measurement of this model records"):
+        model.measure()
+    train_step(model)
+    model.unwrap()
+    measurement.stop()
+    with pytest.raises(ReplicationError, match=r"1 of 2 steps have been measured. It has ended; call model.measure"):
+        measurement.report()
+    averaged: Any = replicate(algorithm=AsyncModelAverage())
+    with pytest.raises(ReplicationError, match="no rank waits for another"):
+        averaged.measure()
+    averaged.unwrap()
+
+
+@on_ranks(2)
+@eagerly
+def test_a_model_and_its_group_go_right_after_a_measured_step() -> None:
+    """Callbacks of works run in the group's threads, which are joined when it is destroyed."""
+    group = dist.new_group()
+    model = trained(process_group=group)
+    measurement = model.measure(steps=None)
+    train_step(model)
+    model.require_manual_backward_finalization = True
+    train_step(model)  # launched, and never waited for
+    alive = weakref.ref(model)
+    del model
+    assert alive() is None
+    gc.collect()
+    dist.destroy_process_group(group)
+    with pytest.raises(ReplicationError, match="1 steps have been measured. It has ended"):
+        measurement.report()
