@@ -31,7 +31,7 @@ class Advice:
     Args:
         kind: ``"reduce"`` or ``"gather"`` for transfers that are exposed, ``"late"`` for ranks that are.
         bucket: Index of the bucket; None if it is about several, or about ranks.
-        ranks: Global ranks that are late; empty if it is about a bucket.
+        ranks: Global ranks that are nearly always late; empty if none is, or if it is about buckets.
         seconds: What every rank waits, or by how much the ranks are late; a median over the steps.
         text: The sentence, without a period.
     """
@@ -102,10 +102,10 @@ def _reduced(report: StepReport, bucket: int, times: Mapping[int, Times], least_
 
 def _reason(own: Times, *, is_last: bool, least_s: float) -> str:
     """What the times show; empty if they show nothing that must be the reason."""
-    queued_s, alone_s = own.began - own.launched, own.transfer_s - own.least_exposed_s
+    queued_s = own.began - own.launched
     if queued_s >= least_s:
         return f"the transfers before it end {format_ms(queued_s)} after its launch"
-    if is_last and alone_s < least_s:
+    if is_last and own.transfer_s is not None and own.transfer_s - own.least_exposed_s < least_s:
         return "it is launched last and nothing is left to hide it"
     return ""
 
@@ -117,11 +117,15 @@ def _smaller(report: StepReport, reduces: Mapping[int, Times], bucket: int) -> B
         median(each for each in began if each is not None) if None not in began else reduces[next(iter(reduces))].ready
     )
     sent = []
+    end = 0.0
     for index, own in reduces.items():
+        if own.transfer_s is None:
+            return None
+        end = max(end, own.began + own.transfer_s)
         sent.append(Sent(report.buckets[index].num_bytes, begun, own.ready, own.transfer_s))
         begun = max(begun, own.ready)
     exposed_s = sum(own.least_exposed_s for own in reduces.values())
-    computed = max(own.done for own in reduces.values()) - exposed_s
+    computed = end - exposed_s
     return best_split(sent, list(reduces).index(bucket), len(report.buckets[bucket].names), computed, exposed_s)
 
 
@@ -136,6 +140,10 @@ def _late(report: StepReport, least_s: float) -> Iterator[Advice]:
                 by_rank.setdefault(rank, []).append(late_s)
     often = {rank: late for rank, late in by_rank.items() if len(late) >= _OFTEN * len(report.steps)}
     if not 0 < len(often) <= len(report.steps[0].ranks) / 2:
+        latest_s = median(max(step.lateness_s(rank.rank) for rank in step.ranks) for step in report.steps)
+        if latest_s >= least_s:
+            text = f"the last rank arrives {format_ms(latest_s)} late in the median, and it is not always the same one"
+            yield Advice(kind="late", bucket=None, ranks=(), seconds=latest_s, text=text)
         return
     ranks = tuple(sorted(often))
     share = min(map(len, often.values())) / len(report.steps)

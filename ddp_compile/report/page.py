@@ -9,7 +9,7 @@ from ddp_compile.errors import number_of, shorten_names
 from ddp_compile.report.advice import FEWEST_STEPS, advise, least_seconds, shorten
 from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, LATE, LAUNCH, NUM_COLORS, bucket_color
 from ddp_compile.report.spans import spans_of
-from ddp_compile.report.steps import StepReport
+from ddp_compile.report.steps import Step, StepReport
 from ddp_compile.report.text import format_step
 from ddp_compile.report.timeline import format_ms, render_timeline
 from ddp_compile.report.timing import median_step, median_times
@@ -42,9 +42,9 @@ svg{{display:block;width:100%;min-width:860px;font:12px system-ui,sans-serif}}
 svg text{{fill:var(--text)}}
 svg .axis{{fill:var(--soft);text-anchor:middle}}
 svg .in{{fill:#fff;text-anchor:middle;pointer-events:none}}
-svg text.launch{{fill:var(--launch);background:var(--launch)}}
-.late{{fill:var(--exposed);font-weight:700}}
-svg path.late{{stroke:var(--exposed);stroke-width:3}}
+i.dashes{{border-top:2px dashed var(--soft);height:0;vertical-align:4px}}
+svg text.late{{fill:var(--text);font-weight:700}}
+svg path.late{{stroke:var(--late);stroke-width:3}}
 svg .grid{{stroke:var(--line)}}
 .launch{{fill:var(--launch);background:var(--launch)}}
 .late{{fill:var(--late);background:var(--late)}}
@@ -57,6 +57,19 @@ svg rect{{height:16px}}
 _STYLE += "".join(f".b{i}{{--own:{bucket_color(i)};fill:var(--own);background:var(--own)}}" for i in range(NUM_COLORS))
 _STYLE += ".gather{--pale:color-mix(in srgb,var(--own) 55%,var(--page));fill:var(--pale);background:var(--pale)}"
 
+#: What is in the picture, how it looks, and what that means.
+_LEGEND = (
+    ("forward", 'class="forward"', "forward"),
+    ("backward", 'class="backward"', "backward"),
+    ("computation", 'class="computation"', "computation"),
+    ("launch", 'class="launch"', "launch that took long"),
+    ("wait", 'class="wait"', "exposed: waits for this bucket"),
+    ("late", 'class="late"', "waits for a late rank"),
+    ("transfer", 'class="b0"', "transfer, with the number of its bucket"),
+    ("gather", 'class="b0 gather"', "gather of updated parameters"),
+    ("queue", 'class="dashes"', "launched, not moving yet"),
+)
+
 
 def render_page(report: StepReport, explanation_html: str | None = None) -> str:
     """The page as text. Names that a user chose are escaped.
@@ -66,13 +79,14 @@ def render_page(report: StepReport, explanation_html: str | None = None) -> str:
         explanation_html: A fragment that explains the plan, put at the end as it is; its author has escaped it.
     """
     title = f"{escape(shorten(report.model))}: {number_of(len(report.steps), 'step')} measured"
+    step = median_step(report.steps)
     body = [
         f"<h1>{title}</h1>",
         f'<p class="soft">{escape(_setting(report))}</p>',
-        f'<p class="summary">{escape(format_step(median_step(report.steps)))}</p>',
+        f'<p class="summary">Step {step.number}: {escape(format_step(step))}</p>',
         "<h2>What to look at</h2>",
         *_advice(report),
-        *_timeline(report),
+        *_timeline(report, step),
         "<h2>Buckets</h2>",
         *_table(report),
     ]
@@ -96,36 +110,38 @@ def _setting(report: StepReport) -> str:
 def _advice(report: StepReport) -> Iterator[str]:
     found = advise(report)
     if found:
-        yield "<ul>" + "".join(f"<li>{escape(advice.text)}.</li>" for advice in found) + "</ul>"
+        yield (
+            "<ul>"
+            + "".join(f"<li>{escape(advice.text[0].upper() + advice.text[1:])}.</li>" for advice in found)
+            + "</ul>"
+        )
     elif len(report.steps) < FEWEST_STEPS:
         yield f"<p>Fewer than {FEWEST_STEPS} steps were measured, which is too few for advice.</p>"
     else:
-        yield f"<p>Nothing costs {format_ms(least_seconds(report))} or more.</p>"
+        least = format_ms(least_seconds(report))
+        yield f"<p>In the median, no bucket is exposed on every rank for {least}, and no rank is late by as much.</p>"
 
 
-def _timeline(report: StepReport) -> Iterator[str]:
-    step = median_step(report.steps)
+def _timeline(report: StepReport, step: Step) -> Iterator[str]:
     yield f"<h2>Timeline of step {step.number}, the one of median length</h2>"
-    entries = [
-        ('<i class="forward"></i>', "forward"),
-        ('<i class="backward"></i>', "backward"),
-        ('<i class="wait"></i>', "exposed: waits for this bucket"),
-        ('<i class="late"></i>', "waits for a late rank"),
-        ('<i class="b0"></i>', "transfer, with the number of its bucket"),
-        ('<i style="border-top:2px dashed var(--soft);height:0;vertical-align:4px"></i>', "launched, not moving yet"),
-    ]
     spans = [span for own in spans_of(step).values() for span in own]
-    if any(span.lane == "launch" for span in spans):
-        entries.append(('<i class="launch"></i>', "launch that took long"))
-    if any(span.transfer is not None and span.transfer.kind == "gather" for span in spans):
-        entries.append(('<i class="b0 gather"></i>', "gather of updated parameters"))
-    yield '<div class="legend">' + "".join(f"<span>{look}{words}</span>" for look, words in entries) + "</div>"
+    shown = {span.lane for span in spans} | {span.name for span in spans if span.lane == "computation"}
+    if any(span.lane == "transfer" and span.transfer is not None and span.transfer.kind == "gather" for span in spans):
+        shown.add("gather")
+    words = "".join(f"<span><i {look}></i>{text}</span>" for name, look, text in _LEGEND if name in shown)
+    yield f'<div class="legend">{words}</div>'
     yield f'<div class="scroll">{render_timeline(step, least_seconds(report))}</div>'
+    if any(transfer.done is None for rank in step.ranks for transfer in rank.transfers):
+        yield '<p class="soft">Transfers whose end is not known are not drawn.</p>'
     if step.drained_s > 0:
         yield (
             f'<p class="soft">A rank also waited up to {format_ms(step.drained_s)} for the algorithm as a whole, which '
             "is no transfer of one bucket; the picture shows it as computation.</p>"
         )
+
+
+def _cell(seconds: float | None) -> str:
+    return f"<td>{'unknown' if seconds is None else f'{1e3 * seconds:.1f}'}</td>"
 
 
 def _table(report: StepReport) -> Iterator[str]:
@@ -143,11 +159,11 @@ def _table(report: StepReport) -> Iterator[str]:
             if index == info.index:
                 what = f"<td>{'gradients' if kind == 'reduce' else 'parameters'}</td>" if with_gathers else ""
                 high = ' class="high"' if own.exposed_s >= least_s else ""
-                spans = (own.ready, own.launched, own.transfer_s)
+                figures = (own.ready, own.launched, own.transfer_s)
                 yield (
                     f'<tr><td><i class="b{index % NUM_COLORS}"></i>{index}</td>'
                     f'<td class="names">{names}</td>{what}<td>{info.num_bytes / 2**20:.3g}</td>'
-                    f"{''.join(f'<td>{1e3 * each:.1f}</td>' for each in spans)}"
+                    f"{''.join(map(_cell, figures))}"
                     f"<td{high}>{1e3 * own.exposed_s:.1f}</td></tr>"
                 )
     yield (

@@ -42,9 +42,9 @@ def spans_of(step: Step) -> dict[int, list[Span]]:
         busy: list[Span] = []
         moving: list[Span] = []
         for transfer in rank.transfers:
-            times = all_times.get((transfer.kind, transfer.bucket))
+            times = all_times[transfer.kind, transfer.bucket]
             busy += _busy(transfer, times, _SHORTEST_LAUNCH * step.duration_s)
-            if times is not None and transfer.done is not None:
+            if transfer.done is not None:
                 begin, name = min(times.began, transfer.done), _name(transfer)
                 moving.append(Span("queue", transfer.launched, begin, name, transfer))
                 moving.append(Span("transfer", begin, transfer.done, name, transfer))
@@ -53,13 +53,13 @@ def spans_of(step: Step) -> dict[int, list[Span]]:
     return found
 
 
-def _busy(transfer: Transfer, times: Times | None, shortest_launch: float) -> Iterator[Span]:
+def _busy(transfer: Transfer, times: Times, shortest_launch: float) -> Iterator[Span]:
     """What kept the rank from computing."""
     name, since, until = _name(transfer), transfer.waited_from, transfer.waited_until
     if transfer.launch_returned - transfer.launched >= shortest_launch:
         yield Span("launch", transfer.launched, transfer.launch_returned, f"launch: {name}", transfer)
     if since is not None and until is not None:
-        all_there = since if times is None else min(max(since, times.launched), until)
+        all_there = min(max(since, times.launched), until)
         yield Span("late", since, all_there, f"wait for late ranks: {name}", transfer)
         yield Span("wait", all_there, until, f"wait: {name}", transfer)
 

@@ -16,7 +16,7 @@ class Times(NamedTuple):
         ready: When its last rank was ready.
         launched: When its last rank launched it.
         began: When data began to move: with the last launch, or with the end of the transfer before it.
-        done: When the result was complete on every rank.
+        transfer_s: From then until the result was complete on every rank; None if that is not known.
         exposed_s: The most that a rank waited for it, without its wait for late ranks.
         least_exposed_s: The least, which no rank was spared.
     """
@@ -24,27 +24,19 @@ class Times(NamedTuple):
     ready: float
     launched: float
     began: float
-    done: float
+    transfer_s: float | None
     exposed_s: float
     least_exposed_s: float
 
-    @property
-    def transfer_s(self) -> float:
-        return self.done - self.began
-
 
 def transfer_times(step: Step) -> dict[tuple[Kind, int], Times]:
-    """The transfers of a step by kind and bucket, in launch order; without those whose end is not known.
-
-    Of a bucket that was launched again, the last transfer.
-    """
+    """The transfers of a step by kind and bucket, in launch order; the last one of a bucket that was launched again."""
     found = {}
     for each in step._transfers():
-        if each.done is not None:
-            exposed = [each.exposed_s(rank) for rank in each.by_rank]
-            ready = max(transfer.ready for transfer in each.by_rank.values())
-            began = min(each.began, each.done)
-            found[each.kind, each.bucket] = Times(ready, each.launched, began, each.done, max(exposed), min(exposed))
+        exposed = [each.exposed_s(rank) for rank in each.by_rank]
+        ready = max(transfer.ready for transfer in each.by_rank.values())
+        times = Times(ready, each.launched, each.began, each.transfer_s, max(exposed), min(exposed))
+        found[each.kind, each.bucket] = times
     return found
 
 
@@ -56,8 +48,16 @@ def median_step(steps: Sequence[Step]) -> Step:
 def median_times(steps: Sequence[Step]) -> dict[tuple[Kind, int], Times]:
     """Medians over the steps, of each transfer that is in all of them."""
     every = [transfer_times(step) for step in steps]
-    return {
-        key: Times(*map(median, zip(*(times[key] for times in every), strict=True)))
-        for key in every[0]
-        if all(key in times for times in every)
-    }
+    return {key: _median([times[key] for times in every]) for key in every[0] if all(key in times for times in every)}
+
+
+def _median(times: Sequence[Times]) -> Times:
+    known = [each.transfer_s for each in times if each.transfer_s is not None]
+    return Times(
+        ready=median(each.ready for each in times),
+        launched=median(each.launched for each in times),
+        began=median(each.began for each in times),
+        transfer_s=median(known) if len(known) == len(times) else None,
+        exposed_s=median(each.exposed_s for each in times),
+        least_exposed_s=median(each.least_exposed_s for each in times),
+    )

@@ -8,8 +8,9 @@ import pytest
 from expecttest import assert_expected_inline
 from simulated_steps import MIB, Simulation, many_buckets, six_buckets
 
+from ddp_compile.report.page import render_page
 from ddp_compile.report.replay import Link, Sent, best_split, exposed_after, fit_link
-from ddp_compile.report.steps import StepReport
+from ddp_compile.report.steps import RankStep, StepReport
 
 
 def texts(report: StepReport) -> str:
@@ -74,7 +75,7 @@ def test_nothing_is_said_without_a_reason() -> None:
     assert four.advice() == ()
     assert len(six_buckets(steps=5, late={1: 0.012}).advice()) == 2
     assert six_buckets(clock_error_s=0.05, late={1: 0.012}).advice() == (), "clocks that are 50 ms apart"
-    assert "late" not in texts(six_buckets(late={1: 0.012}, late_in=0.6))
+    assert "rank 1" not in texts(six_buckets(late={1: 0.012}, late_in=0.6))
 
 
 def test_two_ranks_that_vary_are_not_late() -> None:
@@ -83,8 +84,11 @@ def test_two_ranks_that_vary_are_not_late() -> None:
         replace(step, ranks=tuple(replace(each, rank=each.rank ^ i % 2) for each in step.ranks))
         for i, step in enumerate(report.steps)
     ]
-    assert "late" in texts(report)
-    assert "late" not in texts(replace(report, steps=turns))
+    assert "rank 0 arrives late in 100 % of steps" in texts(report)
+    assert_expected_inline(
+        texts(replace(report, steps=turns)).splitlines()[-1],
+        """the last rank arrives 30 ms late in the median, and it is not always the same one""",
+    )
 
 
 def test_a_bucket_of_one_parameter_is_not_told_to_be_smaller() -> None:
@@ -135,3 +139,19 @@ def test_a_schedule_that_the_replay_does_not_find_again_tells_nothing() -> None:
     exposed_s = exposed_after(sent, link, 0.13)
     assert best_split(sent, 1, 8, 0.13, exposed_s) is not None
     assert best_split(sent, 1, 8, 0.13, 1.3 * exposed_s) is None
+
+
+def test_transfers_whose_end_is_not_known() -> None:
+    known = six_buckets()
+    report = replace(known, steps=[replace(step, ranks=tuple(map(without_ends, step.ranks))) for step in known.steps])
+    assert_expected_inline(
+        texts(report),
+        """bucket 5 (embedding.weight, positions.weight, blocks.0.norm.weight, blocks.0.norm.bias) is exposed for 43 ms on every rank in the median""",  # noqa: E501
+    )
+    assert render_page(report).count("<td>unknown</td>") == 6
+    assert "Transfers whose end is not known are not drawn" in render_page(report)
+    assert "not known" not in render_page(known)
+
+
+def without_ends(rank: RankStep) -> RankStep:
+    return replace(rank, transfers=tuple(replace(transfer, done=None) for transfer in rank.transfers))

@@ -68,8 +68,8 @@ def test_a_page_says_what_the_report_says() -> None:
     words = Page(render_page(report)).words
     said = " ".join(words)
     for advice in report.advice():
-        assert advice.text in said
-    assert "compute 120 ms, communication 69 ms, exposed 43 ms (bucket 5), rank 3 late by 12 ms" in words
+        assert f"{advice.text[0].upper()}{advice.text[1:]}." in said
+    assert "Step 10: compute 120 ms, communication 69 ms, exposed 43 ms (bucket 5), rank 3 late by 12 ms" in words
     assert "late by 12 ms" in words and words.count("rank 3") == 1
     row = words[words.index("embedding.weight, positions.weight, blocks.0.norm.weight, blocks.0.norm.bias") :][:6]
     assert row[1:] == ["40", "132.0", "132.0", "42.9", "42.9"]
