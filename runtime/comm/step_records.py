@@ -6,8 +6,9 @@ Note [When a transfer is done]
 On the CPU a work's future tells when its transfer is done: a callback reads the clock in the process group's thread.
 The callback needs the GIL. If the main thread holds it, the reading is late by as long as that, at most by Python's
 switch interval (5 ms) unless native code holds it longer. A gloo work completes its future before its ``wait`` returns,
-so no callback of a work that was waited for runs later. Of other works, callbacks may run while their process group is
-destroyed, which joins its threads; torch releases the GIL for that. The callback refers to a list of times only.
+so no callback of a work that was waited for runs later; with other backends the wait's end stands in for it. Of other
+works, callbacks may run while their process group is destroyed, which joins its threads; torch releases the GIL for
+that. The callback refers to a list of times only.
 
 On an accelerator a side stream waits for the work and records an event. Messages of gloo have no future, and a chain of
 collectives is done only when the last one is: there it is not known.
@@ -258,8 +259,13 @@ class StepRecords(NoRecords):
             for transfer in step.transfers:
                 transfer.ready, transfer.launched = read(transfer.ready), read(transfer.launched)
                 transfer.launch_returned = read(transfer.launch_returned)
-                transfer.done = [] if len(transfer.done) != transfer.num_works else [max(map(read, transfer.done))]
                 transfer.waited_from, transfer.waited_until = read(transfer.waited_from), read(transfer.waited_until)
+                done = [read(mark) for mark in transfer.done]
+                is_known = len(done) == transfer.num_works
+                if not is_known and transfer.num_works is not None and transfer.waited_until is not None:
+                    done.append(transfer.waited_until)  # a callback has yet to run, although the wait is over
+                    is_known = True
+                transfer.done = [max(done)] if is_known else []
             step.began = self._clock.move_to(step.began)
             self.steps.append(step)
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError, ReductionError, name_values, this_rank
+from ddp_compile.errors import ReductionError, name_values, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints
@@ -114,27 +114,44 @@ class DesyncMonitor:
         Raises:
             RanksDifferError: A rank registered another hook, or none within the process group's timeout.
         """
-        described = self._meet("algorithm", f"registering the {algorithm}", algorithm, "no comm hook")
+        try:
+            described = self._meet("algorithm", f"registering the {algorithm}", algorithm, "no comm hook")
+        except StoreLostError as error:
+            described = None
+            log.warning(
+                "%s: it is not known whether every rank has registered the %s: the store of the process group is gone"
+                " (%s)",
+                this_rank(),
+                algorithm,
+                error,
+            )
         if described is not None:
             raise error_messages.algorithms_differ(described)
 
     def agree_on_measurement(self, call: str) -> None:
         """Wait until every rank has made the same call of a measurement between the same two steps.
 
+        Without a store it does not wait; the exchange that follows does.
+
         Raises:
             RanksDifferError: A rank has made another one, or none within the process group's timeout.
         """
-        described = self._meet("measurement", f"in {call}", call, "nothing")
+        try:
+            described = self._meet("measurement", f"in {call}", call, "nothing")
+        except StoreLostError as error:
+            described = None
+            log.info("%s: no store says whether every rank is in %s (%s)", this_rank(), call, error)
         if described is not None:
-            raise self._told(error_messages.measurements_differ(described))
-
-    def _told(self, error: RanksDifferError) -> RanksDifferError:
-        """The same error, after posting it for the ranks that will wait for this one."""
-        self._statuses.fail(f": {error}")
-        return error
+            differ = error_messages.measurements_differ(described)
+            self._statuses.fail(f": {differ}")  # the others will wait for this rank
+            raise differ
 
     def _meet(self, kind: str, doing: str, value: str, absent: str) -> str | None:
-        """Wait until every rank has come here; which rank came with which value, None if all have the same."""
+        """Wait until every rank has come here; which rank came with which value, None if all have the same.
+
+        Raises:
+            StoreLostError: The store has not answered.
+        """
         if len(self._ranks) == 1:
             return None
         iteration_number = self._points.iteration_number
@@ -142,18 +159,6 @@ class DesyncMonitor:
         self._num_meetings += 1
         # Counters of an earlier call in which the ranks differed must not count in this one.
         name = f"{kind}/{iteration_number}/{self._num_meetings}"
-        try:
-            return self._compare_values(name, value, absent)
-        except StoreLostError as error:
-            log.warning(
-                "%s: it is not known whether every rank is %s: the store of the process group is gone (%s)",
-                this_rank(),
-                doing,
-                error,
-            )
-            return None
-
-    def _compare_values(self, name: str, value: str, absent: str) -> str | None:
         keys = {rank: f"{name}/{rank}" for rank in self._ranks}
         self._store.post(keys[self._rank], value)
         alike = f"{name}/{hashlib.sha256(value.encode()).hexdigest()[:16]}/registered"

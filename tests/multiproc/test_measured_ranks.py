@@ -61,7 +61,7 @@ def test_a_report_is_the_same_on_every_rank(split: str) -> None:
     train_step(model)
     measurement = model.measure(steps=3)
     assert model.comm_stats() is None
-    with pytest.raises(ReplicationError, match="0 of 3 steps have been measured. Train on"):
+    with pytest.raises(ReplicationError, match=r"0 of 3 steps have been measured\. Train on"):
         measurement.report()
     for number in range(2, 5):
         assert not measurement.is_complete
@@ -151,7 +151,7 @@ def test_micro_batches_are_one_step_and_a_begun_one_is_not_recorded() -> None:
 @on_ranks(2)
 @eagerly
 def test_time_inside_launches_and_drains_is_not_computation() -> None:
-    """ByteGrad's chains wait inside `launch` for the transfer of the bucket before; LocalSGD waits after the backward."""
+    """ByteGrad waits inside `launch` for the bucket before; LocalSGD waits after the backward."""
     for algorithm in (ByteGrad(), LocalSGD(period=1)):
         model = trained(algorithm=algorithm)
         with model.measure(steps=None) as measurement:
@@ -241,5 +241,5 @@ def test_a_model_and_its_group_go_right_after_a_measured_step() -> None:
     assert alive() is None
     gc.collect()
     dist.destroy_process_group(group)
-    with pytest.raises(ReplicationError, match="1 steps have been measured. It has ended"):
+    with pytest.raises(ReplicationError, match=r"1 steps have been measured\. It has ended"):
         measurement.report()
