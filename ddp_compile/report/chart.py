@@ -45,7 +45,7 @@ def draw_chart(report: StepReport, path: Path) -> None:
     axes.set_yticks(range(len(labels)), labels, fontsize=8.5)
     for label in axes.get_yticklabels():
         if "\n" in label.get_text():
-            label.set_color(EXPOSED)
+            label.set_fontweight("bold")
     axes.set_ylim(len(spans) - 0.45, -0.55)
     axes.margins(x=0.005)
     axes.set_xlabel("milliseconds since the step began", fontsize=9)
@@ -60,6 +60,7 @@ def draw_chart(report: StepReport, path: Path) -> None:
         "backward": BACKWARD,
         "exposed": EXPOSED,
         "waits for late ranks": LATE,
+        "long launches": LAUNCH,
         "transfer, by bucket": bucket_color(0),
     }
     handles = [Patch(color=color, label=label) for label, color in looks.items()]
@@ -71,13 +72,13 @@ def _draw_lane(axes: Axes, lane: int, spans: Sequence[Span], narrowest: float) -
     """One artist for each row: thousands of them take half a minute."""
     queue = [(1e3 * span.begin, 1e3 * span.end) for span in spans if span.lane == "queue"]
     begins, ends = [begin for begin, _ in queue], [end for _, end in queue]
-    axes.hlines([lane + 0.19] * len(queue), begins, ends, color="#777777", linestyle=":", linewidth=1)
+    axes.hlines([lane + 0.19] * len(queue), begins, ends, color="#777777", linestyle=":", linewidth=1, zorder=0.9)
     for row, names in ((lane - 0.19, ("computation", "launch", "late", "wait")), (lane + 0.19, ("transfer",))):
         shown = [span for span in spans if span.lane in names]
         bars = [(1e3 * span.begin, 1e3 * (span.end - span.begin)) for span in shown]
         axes.broken_barh(bars, (row - 0.18, 0.36), facecolors=list(map(_color, shown)), linewidth=0)
         for span, (begin, length) in zip(shown, bars, strict=True):
-            if span.transfer is not None and span.end - span.begin >= narrowest:
+            if span.transfer is not None and span.lane in ("transfer", "wait") and span.end - span.begin >= narrowest:
                 index = str(span.transfer.bucket)
                 axes.text(begin + length / 2, row, index, color="white", fontsize=8, ha="center", va="center")
 

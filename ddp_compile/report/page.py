@@ -125,7 +125,7 @@ def _advice(report: StepReport) -> Iterator[str]:
 def _timeline(report: StepReport, step: Step) -> Iterator[str]:
     yield f"<h2>Timeline of step {step.number}, the one of median length</h2>"
     spans = [span for own in spans_of(step).values() for span in own]
-    shown = {span.lane for span in spans} | {span.name for span in spans if span.lane == "computation"}
+    shown: set[str] = {span.name if span.lane == "computation" else span.lane for span in spans}
     if any(span.lane == "transfer" and span.transfer is not None and span.transfer.kind == "gather" for span in spans):
         shown.add("gather")
     words = "".join(f"<span><i {look}></i>{text}</span>" for name, look, text in _LEGEND if name in shown)
@@ -133,7 +133,7 @@ def _timeline(report: StepReport, step: Step) -> Iterator[str]:
     yield f'<div class="scroll">{render_timeline(step, least_seconds(report))}</div>'
     if any(transfer.done is None for rank in step.ranks for transfer in rank.transfers):
         yield '<p class="soft">Transfers whose end is not known are not drawn.</p>'
-    if step.drained_s > 0:
+    if step.drained_s >= least_seconds(report):
         yield (
             f'<p class="soft">A rank also waited up to {format_ms(step.drained_s)} for the algorithm as a whole, which '
             "is no transfer of one bucket; the picture shows it as computation.</p>"

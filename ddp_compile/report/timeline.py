@@ -14,8 +14,6 @@ _LEFT = 112
 _ROW = 17
 _LANE = 2 * _ROW + 14
 _TOP = 6
-#: Narrower bars have no number in them.
-_NARROWEST_NUMBER = 13
 
 
 def render_timeline(step: Step, least_s: float) -> str:
@@ -81,17 +79,15 @@ def _lane(rank: int, spans: list[Span], top: float, scale: _Scale, late_s: float
         if span.lane == "queue":
             queue.append(f"M{left} {_ROW + _ROW // 2}h{width}")
             continue
-        row, look = upper, span.name
-        if span.transfer is not None:
-            row, look = upper, span.lane
-            if span.lane == "transfer":
-                row, look = lower, f"b{span.transfer.bucket % NUM_COLORS} {span.transfer.kind}"
+        row, look, number = upper, span.name if span.lane == "computation" else span.lane, ""
+        if span.transfer is not None and span.lane in ("transfer", "wait"):
+            number = str(span.transfer.bucket)
+        if span.transfer is not None and span.lane == "transfer":
+            row, look = lower, f"b{span.transfer.bucket % NUM_COLORS} {span.transfer.kind}"
         title = f"<title>{span.name}, {format_ms(span.end - span.begin)}</title>"
         row.append(f'<rect class="{look}" x="{left}" width="{width}">{title}</rect>')
-        if span.transfer is not None and float(width) >= _NARROWEST_NUMBER + 6 * (span.transfer.bucket > 9):
-            row.append(
-                f'<text class="in" x="{float(left) + float(width) / 2:.0f}" y="12">{span.transfer.bucket}</text>'
-            )
+        if number and float(width) >= 7 + 6 * len(number):
+            row.append(f'<text class="in" x="{float(left) + float(width) / 2:.0f}" y="12">{number}</text>')
     parts = [f'<g transform="translate(0 {top})"><text y="13">rank {rank}</text>']
     if late_s is not None:
         parts.append(f'<text class="late" y="{13 + _ROW}">late by {format_ms(late_s)}</text>')
