@@ -19,6 +19,8 @@ FEWEST_STEPS = 5
 _LEAST_SHARE = 0.01
 #: A rank is called late if it is in this share of the steps.
 _OFTEN = 0.8
+#: Of a bucket that is exposed for this share of its transfer, nothing is hidden.
+_ALL = 0.9
 #: Sentences of each kind, those with most seconds.
 _MOST = 3
 _NOUN = {"reduce": "reduction", "gather": "gather"}
@@ -32,7 +34,7 @@ class Advice:
         kind: ``"reduce"`` or ``"gather"`` for transfers that are exposed, ``"late"`` for ranks that are.
         bucket: Index of the bucket; None if it is about several, or about ranks.
         ranks: Global ranks that are nearly always late; empty if none is, or if it is about buckets.
-        seconds: What every rank waits, or by how much the ranks are late; a median over the steps.
+        seconds: What every rank waits, or by how much the ranks are late when they are; a median.
         text: The sentence, without a period.
     """
 
@@ -105,7 +107,7 @@ def _reason(own: Times, *, is_last: bool, least_s: float) -> str:
     queued_s = own.began - own.launched
     if queued_s >= least_s:
         return f"the transfers before it end {format_ms(queued_s)} after its launch"
-    if is_last and own.transfer_s is not None and own.transfer_s - own.least_exposed_s < least_s:
+    if is_last and own.transfer_s is not None and own.least_exposed_s >= _ALL * own.transfer_s:
         return "it is launched last and nothing is left to hide it"
     return ""
 
@@ -113,11 +115,10 @@ def _reason(own: Times, *, is_last: bool, least_s: float) -> str:
 def _smaller(report: StepReport, reduces: Mapping[int, Times], bucket: int) -> Better | None:
     """What a split of a bucket would hide; None if the measurements do not tell."""
     began = [rank.backward_began for step in report.steps for rank in step.ranks]
-    begun = (
-        median(each for each in began if each is not None) if None not in began else reduces[next(iter(reduces))].ready
-    )
-    sent = []
-    end = 0.0
+    known = [each for each in began if each is not None]
+    # Where it is not known, pieces of the first bucket are ready with the whole, and nothing is gained.
+    begun = median(known) if len(known) == len(began) else next(iter(reduces.values())).ready
+    sent, end = [], 0.0
     for index, own in reduces.items():
         if own.transfer_s is None:
             return None
@@ -125,8 +126,8 @@ def _smaller(report: StepReport, reduces: Mapping[int, Times], bucket: int) -> B
         sent.append(Sent(report.buckets[index].num_bytes, begun, own.ready, own.transfer_s))
         begun = max(begun, own.ready)
     exposed_s = sum(own.least_exposed_s for own in reduces.values())
-    computed = end - exposed_s
-    return best_split(sent, list(reduces).index(bucket), len(report.buckets[bucket].names), computed, exposed_s)
+    most = len(report.buckets[bucket].names)
+    return best_split(sent, list(reduces).index(bucket), most, end - exposed_s, exposed_s)
 
 
 def _late(report: StepReport, least_s: float) -> Iterator[Advice]:

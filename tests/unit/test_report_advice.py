@@ -47,6 +47,21 @@ bucket 1 (c, d) is exposed for 22 ms on every rank in the median: the transfers 
     )
 
 
+def test_a_last_bucket_of_which_a_part_is_hidden() -> None:
+    report = six_buckets()
+    steps = [replace(step, ranks=tuple(computing_for(0.01, rank) for rank in step.ranks)) for step in report.steps]
+    text = texts(replace(report, steps=steps))
+    assert "bucket 5" in text and "is exposed for 33 ms" in text
+    assert "nothing is left" not in text
+
+
+def computing_for(longer_s: float, rank: RankStep) -> RankStep:
+    """The same, but it begins to wait for the last transfer later."""
+    *others, last = rank.transfers
+    assert last.waited_from is not None
+    return replace(rank, transfers=(*others, replace(last, waited_from=last.waited_from + longer_s)))
+
+
 def test_gathers() -> None:
     buckets = [([f"layers.{i}"], 8 * MIB) for i in range(3)]
     assert_expected_inline(
