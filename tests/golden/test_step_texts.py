@@ -35,8 +35,13 @@ def test_ends_are_not_known_and_launches_wait() -> None:
     slow = reduce(0, 0.04, None, 0.08, 0.09, launch_returned=0.052)
     step = Step(number=1, ranks=(rank_step(0, slow, drained_s=0.0034),))
     assert_expected_inline(
-        str(step),
-        """compute 75 ms, launching 12 ms, communication unknown, exposed 13 ms (bucket 0, 3.4 ms outside of buckets)""",
+        str(step).replace(", ", "\n"),
+        """\
+compute 75 ms
+launching 12 ms
+communication unknown
+exposed 13 ms (bucket 0
+3.4 ms outside of buckets)""",
     )
 
 
