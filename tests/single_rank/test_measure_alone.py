@@ -24,7 +24,7 @@ def test_one_rank_has_steps_without_transfers() -> None:
     assert [step.number for step in report.steps] == [2, 3]  # after the first one the plan changes
     assert report.clock_error_s == 0
     for step in report.steps:
-        assert step.ranks[0].transfers == () and step.communication_s == step.exposed_s == 0
+        assert step.ranks[0].transfers == () and step.communication_s == 0 and step.exposed_s < 1e-3
         assert 0 < step.computation_s <= step.duration_s
     assert str(model.comm_stats()).startswith("compute ")
 
