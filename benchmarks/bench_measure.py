@@ -6,7 +6,8 @@
 The truth: layers that sleep instead of computing, on a simulated link whose transfers take a time that is set. From
 these the exposed time follows, and the report must say the same: eight settings, with and without a sharded optimizer.
 Skew needs several ranks: in four settings two ranks on gloo, one of which sleeps before its backward. All must be right
-within 5 %, by the median of the steps.
+within 5 %, by the median of the steps. Use a machine with nothing else to do, since other processes on the same cores
+lengthen sleeps and transfers.
 
 The cost: gpt-small on two ranks, one core each, with records and without in turns. It prints the milliseconds of a step
 on the slower rank and the processor time of both, and the median ratio with its 95 % interval.
@@ -19,7 +20,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from ddp_compile.report.steps import StepReport
 from ddp_compile.runtime.comm.step_records import NO_RECORDS
 
 NUM_LAYERS, NUMEL = 4, 1000
-STEPS = 5
+STEPS = 7
 WARM_UP = 3
 
 
@@ -164,8 +165,8 @@ def report_of(setting: Setting, steps: int = STEPS) -> StepReport:
 def measured(report: StepReport) -> Truth:
     """Medians over the steps; the lateness is that of the latest rank."""
 
-    def middle(times: Any) -> float:
-        return statistics.median(time for time in times)
+    def middle(times: Iterable[Any]) -> float:
+        return statistics.median(times)
 
     transfers = [step.transfer_s(bucket.index) for step in report.steps for bucket in report.buckets]
     return Truth(

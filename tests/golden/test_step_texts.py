@@ -1,0 +1,73 @@
+"""The texts of measured steps: one line for a log, and the table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from expecttest import assert_expected_inline
+from reported_steps import rank_step, reduce, report_of, step_with_late_rank
+
+from ddp_compile.report.steps import Step
+
+
+def test_a_late_rank() -> None:
+    assert_expected_inline(
+        str(step_with_late_rank()),
+        """compute 66 ms, communication 50 ms, exposed 30 ms (bucket 1), rank 3 late by 20 ms""",
+    )
+
+
+def test_one_rank_knows_of_no_late_rank() -> None:
+    step = Step(number=7, ranks=step_with_late_rank().ranks[:1])
+    assert_expected_inline(str(step), """compute 61 ms, communication 50 ms, exposed 30 ms (bucket 1)""")
+
+
+def test_all_is_hidden() -> None:
+    step = Step(number=1, ranks=(rank_step(0, reduce(0, 0.01, 0.05, 0.09, 0.09)),))
+    assert_expected_inline(str(step), """compute 100 ms, communication 40 ms, exposed 0 ms""")
+
+
+def test_nothing_is_sent() -> None:
+    assert_expected_inline(str(Step(number=1, ranks=(rank_step(0),))), """compute 100 ms""")
+
+
+def test_ends_are_not_known_and_launches_wait() -> None:
+    slow = reduce(0, 0.04, None, 0.08, 0.09, launch_returned=0.052)
+    step = Step(number=1, ranks=(rank_step(0, slow, drained_s=0.0034),))
+    assert_expected_inline(
+        str(step).replace(", ", "\n"),
+        """\
+compute 75 ms
+launching 12 ms
+communication unknown
+exposed 13 ms (bucket 0
+3.4 ms outside of buckets)""",
+    )
+
+
+def test_the_algorithm_as_a_whole_is_waited_for() -> None:
+    assert_expected_inline(
+        str(Step(number=1, ranks=(rank_step(0, drained_s=0.02),))),
+        """compute 80 ms, exposed 20 ms (20 ms outside of buckets)""",
+    )
+
+
+def test_table() -> None:
+    unknown = Step(number=9, ranks=tuple(rank_step(rank, reduce(0, 0.01, None, 0.02, 0.03)) for rank in (2, 3)))
+    report = report_of(step_with_late_rank(7), step_with_late_rank(8), unknown)
+    assert_expected_inline(
+        str(report),
+        """\
+Mlp, gradient all-reduce: 3 steps of 2 ranks, 2 buckets, plan 0123456789abcdef; times in ms, clocks within 0.025 ms
+  step  all  compute  launching  communication  exposed   most in         late
+     7   92       66          0             50       30  bucket 1  20 (rank 3)
+     8   92       66          0             50       30  bucket 1  20 (rank 3)
+     9  100       90          0        unknown       10  bucket 0
+median   92       66          0             50       30""",
+    )
+
+
+def test_of_many_steps_the_last_ones_are_shown() -> None:
+    lines = str(report_of(*(replace(step_with_late_rank(), number=number) for number in range(1, 101)))).splitlines()
+    assert "100 steps of 2 ranks" in lines[0]
+    assert [line.split()[0] for line in lines[2:]] == [*map(str, range(81, 101)), "median"]

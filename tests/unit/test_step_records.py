@@ -1,0 +1,139 @@
+"""Records on a device with streams, whose events have times that are known later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from plans import gradients, plan_in_frames
+
+from ddp_compile.runtime.comm import streams
+from ddp_compile.runtime.comm.step_records import StepRecords
+
+PLAN = plan_in_frames(gradients(100))
+CPU = torch.device("cpu")
+
+
+class SlowDevice(streams.Backend):
+    """The device passes one event for each ms, counted from the first one; the host says how many it has passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_recorded = self.num_passed = self.num_waits = 0
+
+    def has_streams(self, device: torch.device) -> bool:
+        return True
+
+    def current(self, device: torch.device) -> str:
+        return "stream"
+
+    def new(self, device: torch.device) -> str:
+        return "side stream"
+
+    def on(self, stream: Any) -> Any:
+        return nullcontext()
+
+    def record_timed(self, device: torch.device) -> int:
+        self.num_recorded += 1
+        return self.num_recorded
+
+    def has_passed(self, event: int, wait: bool) -> bool:
+        if wait and self.num_passed < event:
+            self.num_waits += 1
+            self.num_passed = event
+        return event <= self.num_passed
+
+    def elapsed_ns(self, since: int, until: int) -> int:
+        assert max(since, until) <= self.num_passed, "torch raises"
+        return (until - since) * 1_000_000
+
+
+class Work(dist.Work):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = 0
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.num_waits += 1
+        return True
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
+    device = SlowDevice()
+    monkeypatch.setattr(streams, "backend", device)
+    yield device
+
+
+def run_step(records: StepRecords, plan: Any, work: Work) -> None:
+    records.iteration_begins(0)
+    records.forward_begins()
+    records.backward_begins()
+    records.bucket_is_ready(0)
+    transfer = records.launch_begins("reduce", 0, 400)
+    records.launch_ends(transfer, work)
+    records.wait_ends(records.wait_begins("reduce", 0))
+    records.gradients_are_handed_over()
+    records.iteration_ends(plan)
+
+
+def records_of(blocks_host: bool) -> StepRecords:
+    return StepRecords(CPU, 1, 1, None, 8, blocks_host, lambda: None)
+
+
+def test_a_step_is_read_when_the_device_has_passed_it_and_the_host_never_waits(device: SlowDevice) -> None:
+    records, work = records_of(blocks_host=False), Work()
+    assert device.num_waits == 1  # for the origin of the clock
+    run_step(records, PLAN, work)
+    assert not records.steps and work.num_waits == 1
+    device.num_passed = device.num_recorded
+    run_step(records, PLAN, work)
+    assert [step.number for step in records.steps] == [1] and device.num_waits == 1
+    assert [step.number for step in records.read_all()] == [1, 2] and device.num_waits == 2
+    for step in records.steps:
+        (transfer,) = step.transfers
+        times = [step.began, step.backward_began, transfer.ready, transfer.launched, transfer.launch_returned]
+        times += [*transfer.done, transfer.waited_from, transfer.waited_until, step.ended]
+        assert [round((at - times[0]) / 1e6) for at in times] == list(range(9))  # one event each, a ms apart
+    assert abs(records.steps[0].began - time.monotonic_ns()) < 60e9
+
+
+def test_if_a_wait_blocks_the_host_nobody_waits_for_the_end_of_a_transfer(device: SlowDevice) -> None:
+    records, work = records_of(blocks_host=True), Work()
+    run_step(records, PLAN, work)
+    assert work.num_waits == 0 and records.read_all()[0].transfers[0].done == []
+
+
+class WorkWithFuture(Work):
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: Any = torch.futures.Future()
+
+    def get_future(self) -> Any:
+        return self.future
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_on_the_host_the_future_of_a_work_says_when_it_was_done(is_complete: bool) -> None:
+    records, work = records_of(blocks_host=True), WorkWithFuture()
+    if is_complete:
+        work.future.set_result(None)
+    run_step(records, PLAN, work)
+    (transfer,) = records.steps[0].transfers
+    at = transfer.launch_returned if is_complete else transfer.waited_until  # the wait is over, and its callback is not
+    assert 0 <= transfer.done[0] - at < 50_000_000
+    assert transfer.done == [transfer.waited_until] or is_complete
+
+
+def test_steps_of_another_plan_begin_anew() -> None:
+    records = records_of(blocks_host=True)
+    other = plan_in_frames(gradients(50, 50))
+    for plan in (PLAN, other, other):
+        run_step(records, plan, Work())
+    assert [step.number for step in records.steps] == [2, 3]
+    assert records.plan is other and records.num_steps == 2
