@@ -136,6 +136,7 @@ class BucketSet:
         if self.plan is not None:
             for bucket, spec in zip(self.buckets, self.plan.buckets, strict=True):
                 bucket.lay_out_as(spec)
+                bucket.take_name(self.plan.digest)
 
     def _no_plan(self, error: RuntimeError) -> ReductionError:
         gradients = self._builder.propose().buckets[0].gradients
@@ -176,6 +177,7 @@ class BucketSet:
                     self.config.check_finite_gradients,
                 )
             bucket.spec = spec
+            bucket.take_name(plan.digest)
             buckets.append(bucket)
         self.buckets = tuple(buckets)
         self.of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self.parameters))]
