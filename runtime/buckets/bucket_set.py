@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import RanksDifferError, ReductionError, number_of, this_rank
 from ddp_compile.plan.builder import PlanBuilder
@@ -163,6 +164,7 @@ class BucketSet:
         """Reduce by another plan from now on; buckets of both are kept. Raises if it is another model's plan."""
         self._refuse_other_model(plan)
         self._builder.seal(plan)
+        torch_internals.trace_artifact(f"ddp_compile_plan_{plan.digest}", plan.to_json, "json")
         present = {(bucket.spec.gradients, bucket.spec.layout): bucket for bucket in self.buckets}
         buckets = []
         for spec in plan.buckets:
