@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from ddp_compile import torch_internals
 from ddp_compile.compile.backward_pieces import compile_whole_or_in_pieces
 from ddp_compile.compile.graph_compiler import GraphCompiler
-from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
+from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets, trace_cut
 from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.config import SplitMode
@@ -111,20 +111,27 @@ class TrainingBackend:
         launches_in_backward = self._launches_in_backward(name)
         if self.split == "backward" and launches_in_backward:
             return self._compile_whole(gm, example_inputs, name, parameter_of, buckets, table)
+
+        def read_by(part: Any) -> list[int]:
+            return [parameter_of[node.name] for node in part.graph.nodes if node.name in parameter_of]
+
         ctx = PassContext(
             parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name, every_cut_or_none=launches_in_backward
         )
         passes = FORWARD_SPLIT if self.split != "none" and _parts_are_equal(name, example_inputs) else ()
         result = run_pipeline(gm, ctx, passes, [GraphDump(name, table)])
-        num_partitions = max(1, len(partition_names(result.gm)))
+        names = partition_names(result.gm)
+        num_partitions = max(1, len(names))
         if num_partitions == 1 < len(buckets) and launches_in_backward:
             log.info("%s: left whole, since cutting it in the forward would not launch every bucket early", name)
             return self._compile_whole(result.gm, example_inputs, name, parameter_of, buckets, table, result.declined)
         log.info("%s: %s, %s", name, number_of(len(buckets), "bucket"), number_of(num_partitions, "partition"))
         self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
+        parts = {part: result.gm.get_submodule(part) for part in names} or {"whole graph": result.gm}
+        trace_cut(name, {part: read_by(graph) for part, graph in parts.items()}, buckets, self.builder)
 
         def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], part: str) -> Callable[..., Any]:
-            reads = [parameter_of[node.name] for node in gm.graph.nodes if node.name in parameter_of]
+            reads = read_by(gm)
             compiled = self.compiler.compile(gm, inputs, f"{part} ({self._named(reads)})")
             return await_before(compiled, reads, self.reducer)
 
@@ -167,6 +174,7 @@ class TrainingBackend:
             self.reports[place] = report._replace(declined=result.declined)
 
         log.info("%s: %s, launched inside its backward", name, number_of(len(buckets), "bucket"))
+        trace_cut(name, {"whole graph": reads}, buckets, self.builder)
         compile_edited = functools.partial(compile_whole_or_in_pieces, name=f"{name} backward")
         wait_inside = self._waiter(ctx, table)
         edit = GraphEdit(insert_launches, _cache_key(ctx, wait_inside is not None), compile_edited, wait_inside)

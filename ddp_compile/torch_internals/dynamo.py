@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -36,11 +36,12 @@ def graphs_log() -> logging.Logger:
     return getArtifactLogger("torch._dynamo.backends.distributed", "ddp_graphs")
 
 
-def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Add a text file to the current compilation in the ``TORCH_TRACE`` log, which tlparse reads."""
+def trace_artifact(name: str, text: Callable[[], str], encoding: Literal["string", "json"] = "string") -> None:
+    """Add a file to the ``TORCH_TRACE`` log, which tlparse reads: to the current compilation, if there is one."""
     from torch._logging._internal import trace_structured
 
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+    metadata = {"name": name, "encoding": encoding}
+    trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=text, expect_trace_id=False)
 
 
 def inner_backend(

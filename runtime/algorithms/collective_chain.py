@@ -180,7 +180,7 @@ class _Chain:
     def _start_next(self) -> None:
         algorithm = self._algorithm
         try:
-            self._work = next(self._steps, None)
+            self._work = self._bucket.call_by_name(next, self._steps, None)
         except ReductionError:
             raise
         except Exception as error:

@@ -8,7 +8,7 @@ Note [Who writes gradients]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ddp_compile.runtime.buckets.comm_algorithm import Pending
 from ddp_compile.runtime.buckets.flat_buffer import FlatBuffer, non_finite_flags
 from ddp_compile.runtime.buckets.gradient_views import held_by_others
 from ddp_compile.runtime.buckets.iteration import BucketIteration, BucketState
-from ddp_compile.runtime.comm import error_messages, streams
+from ddp_compile.runtime.comm import error_messages, flight_recorder, streams
 
 if TYPE_CHECKING:
     from ddp_compile.runtime.buckets.computed_bucket import ComputedBucket
@@ -66,6 +66,8 @@ class Bucket:
         self._checks_finite = checks_finite
         self._sparse: Tensor | None = None
         self._device = parameters[0].device
+        #: Calls a function that starts a collective of the bucket, from a frame with the bucket's name.
+        self.call_by_name: Callable[..., Any]
         self._accumulated_on: set[streams.Stream] = set()  # of AccumulateGrad nodes: each always runs on one
 
     def begin_iteration(self) -> None:
@@ -410,6 +412,10 @@ class Bucket:
         """Between two backwards, take another layout; each ``.grad`` stays where it is until the next flatten."""
         self.spec = spec
         self._buffer.lay_out_as(spec)
+
+    def take_name(self, plan_digest: str) -> None:
+        """Be a bucket of this plan in torch's flight recorder."""
+        self.call_by_name = flight_recorder.caller(f"bucket_{self.spec.index}_of_plan_{plan_digest}")
 
     def drop_flat(self) -> None:
         """Leave the flat buffer to its other holders; the next use allocates another one."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import RanksDifferError, ReductionError, number_of, this_rank
 from ddp_compile.plan.builder import PlanBuilder
@@ -136,6 +137,7 @@ class BucketSet:
         if self.plan is not None:
             for bucket, spec in zip(self.buckets, self.plan.buckets, strict=True):
                 bucket.lay_out_as(spec)
+                bucket.take_name(self.plan.digest)
 
     def _no_plan(self, error: RuntimeError) -> ReductionError:
         gradients = self._builder.propose().buckets[0].gradients
@@ -162,6 +164,7 @@ class BucketSet:
         """Reduce by another plan from now on; buckets of both are kept. Raises if it is another model's plan."""
         self._refuse_other_model(plan)
         self._builder.seal(plan)
+        torch_internals.trace_artifact(f"ddp_compile_plan_{plan.digest}", plan.to_json, "json")
         present = {(bucket.spec.gradients, bucket.spec.layout): bucket for bucket in self.buckets}
         buckets = []
         for spec in plan.buckets:
@@ -176,6 +179,7 @@ class BucketSet:
                     self.config.check_finite_gradients,
                 )
             bucket.spec = spec
+            bucket.take_name(plan.digest)
             buckets.append(bucket)
         self.buckets = tuple(buckets)
         self.of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self.parameters))]

@@ -82,6 +82,7 @@ class ShardedBucket:
         self.param_indices = bucket.param_indices
         self.state = State.WHOLE  #: only to be read
         self._transfers = transfers
+        self._call_by_name = bucket.call_by_name
         self._gather = Transfer()
         self._gathered: streams.Event | None = None
         self._lock = threading.RLock()
@@ -181,7 +182,7 @@ class ShardedBucket:
         with torch.no_grad():
             for piece in self._copied_pieces:
                 piece.of_flat(self.flat).copy_(piece.stepped)
-        self._gather = self._transfers.all_gather(self.flat, self.cut)
+        self._gather = self._call_by_name(self._transfers.all_gather, self.flat, self.cut)
         self.on(Event.STEPPED)
         # Pieces have version counters of their own: without this, a backward that saved parameters before the step
         # would not notice that they have changed.

@@ -1,0 +1,160 @@
+"""torch's flight recorder names buckets, and models that are dropped leave nothing in it that could hang."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_ci import only
+from models import Mlp, loss_of
+from rank_pool import on_ranks
+
+from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.algorithms import ByteGrad, GradientAllReduce
+from ddp_compile.comm_hooks import fp16_compress_hook
+from ddp_compile.runtime.sharded.transfers import ShardTransfers
+
+WIDTH, CAP_MB = 16, 0.001
+NUM_KEPT = 2000  #: entries in the recorder
+
+
+def entries() -> list[dict[str, Any]]:
+    return pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]
+
+
+def bucket_of(entry: dict[str, Any]) -> str | None:
+    """The innermost frame that names a bucket."""
+    names = [frame["name"] for frame in entry["frames"] if frame["name"].startswith("bucket_")]
+    return names[0] if names else None
+
+
+def names_in(model: Any) -> list[str]:
+    return [f"bucket_{i}_of_plan_{model.bucket_plan.digest}" for i in range(len(model.bucket_plan.buckets))]
+
+
+def with_comm_hook(model: Any) -> None:
+    model.register_comm_hook(None, fp16_compress_hook)
+
+
+#: Settings of ddp_compile, what is done to the model, and how many collectives a bucket takes.
+WAYS: dict[str, tuple[dict[str, Any], Callable[[Any], Any], int]] = {
+    "all-reduce": ({}, id, 1),
+    "hook": ({}, with_comm_hook, 1),
+    "ByteGrad": ({"algorithm": ByteGrad()}, id, 2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_each_collective_of_a_bucket_is_recorded_with_its_number_and_the_plan(way: str) -> None:
+    settings, change, num_sent = WAYS[way]
+    with torch.compiler.set_stance("force_eager"):
+        model = ddp_compile(Mlp(WIDTH, 4), bucket_cap_mb=CAP_MB, **settings)
+        change(model)
+        for _ in range(3):  # the third iteration is the first one of the last plan without messages between the ranks
+            last = max((entry["record_id"] for entry in entries()), default=-1)
+            loss_of(model(torch.randn(4, WIDTH))).backward()
+    named = [bucket_of(entry) for entry in entries() if entry["record_id"] > last]
+    assert len(model.bucket_plan.buckets) > 2
+    assert sorted(named, key=str) == sorted(names_in(model) * num_sent)
+
+
+@on_ranks(2)
+def test_what_a_sharded_optimizer_sends_is_started_from_a_frame_with_the_buckets_name() -> None:
+    """The recorder has no messages of gloo's from rank to rank, but those of NCCL."""
+    found: dict[str, list[str]] = {"reduce_scatter": [], "all_gather": []}
+
+    def noting(name: str, send: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            frames = [frame.name for frame in traceback.extract_stack() if frame.name.startswith("bucket_")]
+            found[name] += frames[-1:]
+            return send(*arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
+        model = ddp_compile(Mlp(WIDTH, 4), bucket_cap_mb=CAP_MB)
+        optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        loss_of(model(torch.randn(4, WIDTH))).backward()
+        for name in found:
+            patch.setattr(ShardTransfers, name, noting(name, getattr(ShardTransfers, name)))
+        optimizer.step()
+        model.zero_grad()
+        loss_of(model(torch.randn(4, WIDTH))).backward()
+    # Steps go through the parameters in the order of the forward.
+    assert found == {"reduce_scatter": names_in(model), "all_gather": names_in(model)[::-1]}
+
+
+def train_and_drop(callback: Callable[[weakref.ref[CodeType]], object]) -> list[weakref.ref[CodeType]]:
+    """References, with this callback, to the code of the frames that named the buckets of a model."""
+    references: list[weakref.ref[CodeType]] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        frame = sys._getframe()
+        while not frame.f_code.co_name.startswith("bucket_"):
+            assert frame.f_back is not None
+            frame = frame.f_back
+        references.append(weakref.ref(frame.f_code, callback))
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    model = ddp_compile(Mlp(WIDTH, 4), bucket_cap_mb=CAP_MB)
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        loss_of(model(torch.randn(4, WIDTH))).backward()
+    return references
+
+
+@on_ranks(2)
+def test_the_recorder_never_holds_the_last_reference_to_a_frames_code() -> None:
+    """Its death there would run callbacks inside a lock of torch's."""
+    died: list[weakref.ref[CodeType]] = []
+    with torch.compiler.set_stance("force_eager"):
+        references = train_and_drop(died.append)
+    gc.collect()
+    assert len(references) > 4 and any(bucket_of(entry) for entry in entries())
+    replace_entries()
+    assert not any(bucket_of(entry) for entry in entries()), "the recorder still holds the stacks"
+    assert died == [] and all(reference() is not None for reference in references)
+
+
+def replace_entries() -> None:
+    """Record so many collectives, of this rank alone, that nothing else is left in the recorder."""
+    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    for _ in range(NUM_KEPT + 1):  # the stack that is replaced last dies with the next record
+        alone.allreduce([torch.zeros(1)]).wait()
+
+
+def record_stacks_until(is_over: threading.Event) -> None:
+    while not is_over.wait(0.001):
+        torch._C._profiler.gather_traceback(True, False, False)
+
+
+@pytest.mark.long  # the test before this one says what must not happen; this one waits for what would
+@on_ranks(2)
+def test_models_that_are_made_and_dropped_do_not_hang_while_another_thread_records_stacks() -> None:
+    is_over = threading.Event()
+    references: list[weakref.ref[CodeType]] = []  # without them there would be no callback
+    recording = threading.Thread(target=record_stacks_until, args=(is_over,))
+    recording.start()
+    try:
+        for i in range(10):
+            with torch.compiler.set_stance("force_eager" if i % 5 else "default"):
+                # As a callback that lets another thread run, or that frees a stack.
+                references += train_and_drop(lambda reference: is_over.wait(0.01))
+            torch._dynamo.reset()
+            gc.collect()
+            replace_entries()
+    finally:
+        is_over.set()
+        recording.join()
