@@ -89,7 +89,7 @@ class Sharded:
         self.workload = make_workload(settings)
         self.model: Any = ddp_compile(self.workload.model, backend="eager")
         self.optimizers = make_optimizers(settings.optimizer, self.model)
-        muon = self.optimizers[0]
+        *_, muon = self.optimizers
         costs = {id(p): cost_of(muon, group, p) for group in muon.param_groups for p in group["params"]}
         self.costs = {name: costs.get(id(parameter), 0.0) for name, parameter in self.model.named_parameters()}
         shard_optimizer(self.optimizers, self.model)
@@ -162,7 +162,7 @@ def rows_of(world_size: int, ranks: Sequence[OnRank]) -> list[dict[str, object]]
     replicated = [sum(step) for step in ranks[0].replicated]
     slowest = [max(sum(step) for step in steps) for steps in zip(*(rank.sharded for rank in ranks), strict=True)]
     ratio, low, high = median_and_interval(a / b for a, b in zip(slowest, replicated, strict=True))
-    muon = [statistics.median(first for first, *_ in rank.sharded) for rank in ranks]
+    muon = [statistics.median(last for *_, last in rank.sharded) for rank in ranks]
     rows: list[dict[str, object]] = []
     for name, steps, num_bytes in (
         ("replicated", replicated, ranks[0].replicated_bytes),

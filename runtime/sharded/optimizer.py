@@ -285,7 +285,8 @@ class SteppedPieces:
 
     def _unscaled(self, found_non_finite: Tensor) -> None:
         """A GradScaler has looked at gradients: all ranks step by them, or none does."""
-        with self._transfers.on_every_rank("GradScaler's question whether gradients are finite"):
+        what = f"GradScaler's question whether gradients of {self.name} ({self._fqns[0]}, ...) are finite"
+        with self._transfers.on_every_rank(what):
             self._transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
         self._gradients.note_step(self.pieces)
         self._non_finite.append(found_non_finite.clone())  # GradScaler.update() adds up in it

@@ -107,9 +107,9 @@ class Pair:
         make, of_kind = KINDS[kind]
         module = Net()
         self.reference = copy.deepcopy(module)
-        settings = {"backend": "eager", "split": "backward"} | settings
+        settings = {"backend": "eager", "split": "backward", "bucket_cap_mb": CAP_MB} | settings
         overlap = settings.pop("overlap", True)
-        self.model: Any = ddp_compile(module, bucket_cap_mb=CAP_MB, **settings)
+        self.model: Any = ddp_compile(module, **settings)
         self.optimizers = make(self.model)
         if sharded:
             assert shard_optimizer(self.optimizers, self.model, overlap=overlap, **of_kind) == self.optimizers

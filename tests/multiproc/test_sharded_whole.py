@@ -206,6 +206,49 @@ def test_a_step_waits_for_nobody_and_a_bucket_is_gathered_once() -> None:
     pair.model.await_parameters()
 
 
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_each_rank_may_step_its_optimizers_in_another_order() -> None:
+    pair = Pair("muon", bucket_cap_mb=1e-5)  # a bucket for each parameter
+    pair.train(0)
+    transfers, order = pair.model.comm_algorithm._transfers, []
+    all_gather = transfers.all_gather
+    transfers.all_gather = lambda flat, cut: order.append(cut) or all_gather(flat, cut)
+    buckets = [bucket.cut for bucket in reversed(pair.model.comm_algorithm.buckets)]
+    for step in range(1, 5):
+        loss_of(pair.model(batch(step))).backward()
+        pair.follow()
+        order.clear()
+        steps = [each.step for each in pair.optimizers]
+        for each in steps if (step + dist.get_rank()) % 2 else reversed(steps):
+            each()
+        assert order == buckets
+        for each in pair.of_reference:
+            each.step()
+        pair.model.zero_grad()
+        pair.compare()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_call_of_all_ranks_between_other_steps_is_told() -> None:
+    torch.manual_seed(1)
+    model: Any = ddp_compile(Net(), bucket_cap_mb=1e-5, backend="eager")
+    parameters = list(model.parameters())
+    optimizers = shard_optimizer([torch.optim.SGD(parameters[:2]), torch.optim.SGD(parameters[2:])], model)
+    rank = dist.get_rank()
+    loss_of(model(batch(0))).backward()
+    optimizers[rank].step()  # rank 0 has started a gather, and rank 1 none
+    told = f"RanksDifferError: rank {rank}: model.full_gradients() has met something else on another rank, or stands"
+    assert told in said_by(model.full_gradients)
+    optimizers[1 - rank].step()
+    model.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model(batch(1)))).backward()
+    named = f"gradients of SGD ({('first', 'norm')[rank]}.weight, ...) are finite has met something else"
+    assert named in said_by(lambda: scaler.step(optimizers[rank]))
+
+
 # Half a step.
 
 
