@@ -24,8 +24,8 @@ def test_rows_are_of_the_slowest_rank_beside_the_replicated_step() -> None:
 
     rounds = 3
     ranks = [
-        rank([[0.9, 0.1]] * rounds, [[0.5, 0.1]] * rounds, 10.0, 2**20),
-        rank([], [[0.3, 0.05]] * rounds, 30.0, 3 * 2**20),
+        rank([[0.1, 0.9]] * rounds, [[0.1, 0.5]] * rounds, 10.0, 2**20),
+        rank([], [[0.05, 0.3]] * rounds, 30.0, 3 * 2**20),
     ]
     replicated, sharded = SCRIPT["rows_of"](2, ranks)
     assert (replicated["step_ms"], sharded["step_ms"]) == (1000, 600)

@@ -136,7 +136,14 @@ def test_each_matrix_has_one_owner_and_its_states_are_there_alone() -> None:
 def test_a_cost_of_users_decides_who_owns_what() -> None:
     pair = Pair("muon", sharded=False)
     heavy = pair.model.last.weight
-    shard_optimizer(pair.optimizers, pair.model, cost=lambda p: 100.0 if p is heavy else 1.0)
+
+    def shard(times: float, **settings: Any) -> None:
+        shard_optimizer(pair.optimizers, pair.model, cost=lambda p: times if p is heavy else 1.0, **settings)
+
+    costs_more = f"rank {dist.get_rank()}: Muon with 5 whole parameters on 2 ranks costs more for last.weight than for"
+    assert costs_more in said_by(lambda: shard(13.0))
+    assert "so a step takes 1.53 times as long as an even one" in said_by(lambda: shard(13.0))
+    shard(12.0)
     pair.train(0)
     owned = {g.fqn: g.owner for bucket in pair.model.bucket_plan.buckets for g in bucket.gradients}
     assert [name for name, owner in owned.items() if owner == owned["last.weight"]] == ["last.weight"]
@@ -145,7 +152,7 @@ def test_a_cost_of_users_decides_who_owns_what() -> None:
 
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def test_more_ranks_than_matrices_train_and_are_told() -> None:
+def test_more_ranks_than_matrices_are_refused_or_train_and_are_told() -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
     reference = copy.deepcopy(module)
@@ -154,8 +161,13 @@ def test_more_ranks_than_matrices_train_and_are_told() -> None:
     others = matrices_and_others(model)[1]
     optimizers.append(torch.optim.SGD(others, lr=0.1))
     of_reference.append(torch.optim.SGD(matrices_and_others(reference)[1], lr=0.1))
+    refused = (
+        f"ReplicationError: rank {dist.get_rank()}: Muon with 2 whole parameters on 3 ranks leaves 1 of the ranks"
+        " without any. Leave such parameters to an optimizer that works element by element, such as AdamW"
+    )
+    assert refused in said_by(lambda: shard_optimizer(optimizers, model))
     with unittest.TestCase().assertLogs("ddp_compile.runtime.sharded.owners") as logs:
-        shard_optimizer(optimizers, model)
+        shard_optimizer(optimizers, model, allow_uneven=True)
     (warned,) = logs.output
     assert f"rank {dist.get_rank()}: Muon steps 2 whole parameters on 3 ranks. Rank 0 has 2." in warned
     assert "and 1 ranks nothing" in warned
