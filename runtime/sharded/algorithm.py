@@ -146,7 +146,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._step.refuse_half_a_step()  # with weights half stepped, each rank would have computed with others
         shards = {index: _shard_of(bucket) for bucket in launched for index in bucket.param_indices}
         reduced = shards.keys() - untouched
-        self._gradients.refuse_stale(piece for piece in self._gradients.pieces if piece.index in reduced)
+        for optimizer in self._optimizers:
+            optimizer.refuse_stale(reduced)
         for optimizer in self._optimizers:
             optimizer.accumulate(shards, reduced)
         self._gradients.show(reduced)

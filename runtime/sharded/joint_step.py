@@ -96,7 +96,7 @@ class JointStep:
         self._stepping = None
         if self._due:
             self._ended.append(streams.record(optimizer.buckets[0].flat.device))
-        self._gradients.note_step(optimizer.pieces)
+        optimizer.note_step()
         self._reader.step_ends(is_last=not self._due)
 
     def refuse_missing_steps(self) -> None:
@@ -105,7 +105,7 @@ class JointStep:
             self.refuse_half_a_step()
 
     def refuse_half_a_step(self) -> None:
-        """Raise a ReplicationError if a step has raised, or if some of the optimizers have stepped and others have not."""
+        """Raise a ReplicationError if a step has raised, or if some optimizers have stepped and others have not."""
         if self._stepping is not None:
             raise ReplicationError(
                 f"{this_rank()}: {self._stepping.name}.step() has raised before all parameters were stepped, so the"
