@@ -40,6 +40,8 @@ def test_ranks_share_cost_and_states_of_the_replicated_step() -> None:
     settings = WorkloadSettings(model="gpt-small", depth=2, width=64, batch_size=1, optimizer="muon-float32")
     arguments = argparse.Namespace(optimizer=settings.optimizer, cpu_time=False)
     sharded, replicated = SCRIPT["Sharded"](settings), SCRIPT["Replicated"](settings)
+    sharded.backward()
+    num_bytes = [SCRIPT["first_step_bytes"](each.optimizers, arguments) for each in (sharded, replicated)]
     for _ in range(2):
         sharded.backward()
         for each in (sharded, replicated):
@@ -48,9 +50,12 @@ def test_ranks_share_cost_and_states_of_the_replicated_step() -> None:
     *_, muon = replicated.optimizers
     whole = sum(cost_of(muon, group, p) for group in muon.param_groups for p in group["params"])
     of_all: list[Any] = [None, None]
-    dist.all_gather_object(of_all, (sharded.own_cost(), SCRIPT["states_bytes"](sharded.optimizers)))
-    costs, num_bytes = zip(*of_all, strict=True)
+    dist.all_gather_object(of_all, (sharded.own_cost(), num_bytes[0]))
+    costs, shards = zip(*of_all, strict=True)
     assert sum(costs) == whole and max(costs) < 0.6 * whole
-    # Beside the moments and momenta, each rank has a number of steps for each of its parameters.
-    assert sum(num_bytes) == pytest.approx(SCRIPT["states_bytes"](replicated.optimizers), rel=0.01)
-    assert max(num_bytes) < 0.55 * sum(num_bytes)
+    # A momentum for each element of Muon, two moments for each of AdamW, and a number of steps for each parameter.
+    matrices = sum(p.numel() for p in muon.param_groups[0]["params"])
+    others = [p.numel() for p in replicated.optimizers[0].param_groups[0]["params"]]
+    assert num_bytes[1] == 4 * (matrices + 2 * sum(others) + len(others))
+    assert sum(shards) == pytest.approx(num_bytes[1], rel=0.01)  # both count the steps of a parameter that is cut
+    assert max(shards) < 0.55 * sum(shards)
