@@ -143,9 +143,8 @@ class Uneven:
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
 def test_a_forgotten_zero_grad_is_an_error_of_each_rank_that_forgot_it() -> None:
-    """Whether or not the rank has a part of what is not zeroed."""
     rank = dist.get_rank()
-    for who in (0, 1, 2, None):
+    for who in (2, None):  # rank 2 has no part of any
         for forgotten, name in ((0, "0.weight"), (1, "0.bias")):
             uneven = Uneven()
             uneven.train(0, uneven.optimizers)

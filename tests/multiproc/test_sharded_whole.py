@@ -79,37 +79,30 @@ def test_parameters_and_states_are_those_of_unsharded_optimizers(ranks: Ranks, k
     ranks(world_size).run(trained_in_all_ways, kind, world_size == 2)
 
 
-def trained_compiled(kind: str, split: str) -> bool:
-    pair = Pair(kind, split=split, backend="aot_eager")
+def trained_compiled(settings: dict[str, Any]) -> str:
+    pair = Pair("muon", backend="aot_eager", **settings)
     for step in range(4):
-        pair.train(step)
-    return "part by part" in pair.model.explain()
+        pair.train(step, clips=step % 2 == 1)
+    return pair.model.explain()
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_compiled_forwards_wait_part_by_part(ranks: Ranks, split: str) -> None:
-    assert all(ranks(2).run(trained_compiled, "muon", split))
+    for explained in ranks(2).run(trained_compiled, {"split": split}):
+        assert "part by part" in explained
+
+
+def test_regions_are_stepped_by_owners(ranks: Ranks) -> None:
+    for explained in ranks(2).run(trained_compiled, {"split": "auto", "regions": [nn.Linear]}):
+        assert "region" in explained, explained
 
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_low_precision_is_stepped_in_float32_with_master_weights() -> None:
-    torch.manual_seed(1)
-    module = Net().to(torch.bfloat16)
-    reference = copy.deepcopy(module).float()
-    model: Any = ddp_compile(module, bucket_cap_mb=CAP_MB, backend="eager")
-    optimizers, of_reference = muon(model), muon(reference)
-    shard_optimizer(optimizers, model, master_weights=True)
+    pair = Pair("muon", dtype=torch.bfloat16)
     for step in range(4):
-        loss_of(model(batch(step).to(torch.bfloat16)).float()).backward()
-        gradients = model.full_gradients()
-        for name, parameter in reference.named_parameters():
-            parameter.grad = gradients[name].float()
-        for each in (*optimizers, *of_reference):
-            each.step()
-        model.zero_grad()
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(mine, theirs.to(torch.bfloat16))
+        pair.train(step, clips=step % 2 == 1)
 
 
 # Owners.
