@@ -10,8 +10,9 @@ threads, which have a core of their own if there are two. The replicated step ta
 
 step_ms: of the replicated step, or of the slowest rank's in each round. ratio: the median over the rounds of sharded to
 replicated, with its 95 % interval. cost_max_mean, muon_max_mean: what the rank with most to do has, in units of the
-mean, by the cost from which owners are chosen, and by the median time of its step of Muon. states_mib: bytes of the
-states of both optimizers, on the rank with most.
+mean, by the cost from which owners are chosen, and by the median time of its step of Muon. states_mib: what the
+allocator has given out during the first steps of both optimizers, which make their states, and has not got back; on the
+rank with most.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.bench.profiling import allocated_bytes
 from ddp_compile.bench.report import report_rows
 from ddp_compile.bench.results import median_and_interval
 from ddp_compile.bench.settings import WorkloadSettings
@@ -65,11 +66,9 @@ def timed(optimizers: Sequence[Optimizer], arguments: argparse.Namespace) -> lis
     return [end - begin for begin, end in pairwise(ends)]
 
 
-def states_bytes(optimizers: Sequence[Optimizer]) -> int:
-    """Bytes of the memory of all states."""
-    states = [value for each in optimizers for state in each.state.values() for value in state.values()]
-    memory = [value.untyped_storage() for value in states if isinstance(value, Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in memory}.values())
+def first_step_bytes(optimizers: Sequence[Optimizer], arguments: argparse.Namespace) -> int:
+    """Bytes that stay allocated after the first steps: the states."""
+    return allocated_bytes(lambda: timed(optimizers, arguments))
 
 
 class Replicated:
@@ -89,7 +88,7 @@ class Sharded:
         self.workload = make_workload(settings)
         self.model: Any = ddp_compile(self.workload.model, backend="eager")
         self.optimizers = make_optimizers(settings.optimizer, self.model)
-        muon = self.optimizers[0]
+        *_, muon = self.optimizers
         costs = {id(p): cost_of(muon, group, p) for group in muon.param_groups for p in group["params"]}
         self.costs = {name: costs.get(id(parameter), 0.0) for name, parameter in self.model.named_parameters()}
         shard_optimizer(self.optimizers, self.model)
@@ -117,10 +116,11 @@ def measure_rank(rank: int, world_size: int, store: str, arguments: argparse.Nam
     sharded, replicated = Sharded(settings), Replicated(settings) if rank == 0 else None
     sharded.backward()  # which makes threads for gathers, on the core of the others
     os.sched_setaffinity(0, {cores[0]})
+    replicated_bytes = 0 if replicated is None else first_step_bytes(replicated.optimizers, arguments)
+    sharded_bytes = first_step_bytes(sharded.optimizers, arguments)
     of_replicated, of_sharded = [], []
     for number in range(NUM_WARM + arguments.rounds):
-        if number:
-            sharded.backward()
+        sharded.backward()
         places = range(world_size + 1)  # the last one is the replicated step's
         for place in (*places[number % len(places) :], *places[: number % len(places)]):
             dist.barrier()
@@ -129,14 +129,8 @@ def measure_rank(rank: int, world_size: int, store: str, arguments: argparse.Nam
             elif place == world_size and replicated is not None:
                 of_replicated.append(timed(replicated.optimizers, arguments))
         dist.barrier()
-    bytes_of_replicated = 0 if replicated is None else states_bytes(replicated.optimizers)
-    measured = OnRank(
-        of_replicated[NUM_WARM:],
-        of_sharded[NUM_WARM:],
-        sharded.own_cost(),
-        states_bytes(sharded.optimizers),
-        bytes_of_replicated,
-    )
+    timings = of_replicated[NUM_WARM:], of_sharded[NUM_WARM:]
+    measured = OnRank(*timings, sharded.own_cost(), sharded_bytes, replicated_bytes)
     of_all: list[Any] = [None] * world_size
     dist.all_gather_object(of_all, measured)
     if rank == 0:
@@ -162,7 +156,7 @@ def rows_of(world_size: int, ranks: Sequence[OnRank]) -> list[dict[str, object]]
     replicated = [sum(step) for step in ranks[0].replicated]
     slowest = [max(sum(step) for step in steps) for steps in zip(*(rank.sharded for rank in ranks), strict=True)]
     ratio, low, high = median_and_interval(a / b for a, b in zip(slowest, replicated, strict=True))
-    muon = [statistics.median(first for first, *_ in rank.sharded) for rank in ranks]
+    muon = [statistics.median(last for *_, last in rank.sharded) for rank in ranks]
     rows: list[dict[str, object]] = []
     for name, steps, num_bytes in (
         ("replicated", replicated, ranks[0].replicated_bytes),

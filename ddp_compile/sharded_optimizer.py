@@ -55,6 +55,7 @@ def shard_optimizer(
     elementwise: bool = ...,
     placement: Literal["auto", "whole"] = ...,
     cost: Callable[[Parameter], float] | None = ...,
+    allow_uneven: bool = ...,
     master_weights: bool = ...,
     overlap: bool = ...,
 ) -> OptimizerT: ...
@@ -68,6 +69,7 @@ def shard_optimizer(
     elementwise: bool = ...,
     placement: Literal["auto", "whole"] = ...,
     cost: Callable[[Parameter], float] | None = ...,
+    allow_uneven: bool = ...,
     master_weights: bool = ...,
     overlap: bool = ...,
 ) -> list[Optimizer]: ...
@@ -80,6 +82,7 @@ def shard_optimizer(
     elementwise: bool = False,
     placement: Literal["auto", "whole"] = "auto",
     cost: Callable[[Parameter], float] | None = None,
+    allow_uneven: bool = False,
     master_weights: bool = False,
     overlap: bool = True,
 ) -> Any:
@@ -118,6 +121,8 @@ def shard_optimizer(
             parameter, its gradient and its states. They get whole parameters.
         cost: The cost of a step of a parameter, by which owners are chosen; the same on every rank. By default the
             floating-point operations of the Newton-Schulz iteration for Muon, and the number of elements otherwise.
+        allow_uneven: Log a warning instead of an error if a rank would own no parameter, as there are more ranks than
+            whole parameters, or if one parameter costs more than all others together and so sets the time of a step.
         master_weights: Step parameters of bfloat16 and float16 in float32, by a copy of this rank's part.
         overlap: Let parameters arrive after ``step()`` has returned. A few kinds of reads cannot be noticed then, and
             need ``model.await_parameters()`` first: docs/sharded_optimizer.md lists them. False: the last optimizer's
@@ -129,7 +134,8 @@ def shard_optimizer(
     Raises:
         TypeError: Not an optimizer.
         ValueError: ``placement`` is not known, or contradicts ``elementwise``.
-        ReplicationError: The optimizer or the model is not of the kind above; says what to do.
+        ReplicationError: The optimizer or the model is not of the kind above, or owners would have uneven work; says
+            what to do.
         RanksDifferError: On every rank, if the ranks' optimizers have other settings or parameters.
     """
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -150,6 +156,8 @@ def shard_optimizer(
         _refuse_model(model, state)
         _refuse_parameters(optimizers, names, state.reducer.parameters)
         owners = _owners_of(optimizers, elementwise, reduced, state.process_group.size(), cost)
+        for of_optimizer in owners if not allow_uneven else ():
+            of_optimizer.refuse_if_uneven(_names_of_reduced(state))
         settings = [(type(each).__name__, _settings_of(each, names)) for each in optimizers]
         described = f"{master_weights} {overlap} {owners} {settings}"
     except ReplicationError as error:  # not raised yet: the other ranks would wait for this one

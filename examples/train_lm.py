@@ -153,7 +153,8 @@ def make_optimizers(model: nn.Module, args: argparse.Namespace) -> list[torch.op
     if not matrices:
         return [adamw]
     # Updates as large as AdamW's, so that one learning rate suits both.
-    return [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), adamw]
+    muon = torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return [adamw, muon]  # sharded, the embedding travels while Muon steps
 
 
 def usable_backend(requested: str, world: World) -> str:

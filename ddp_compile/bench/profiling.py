@@ -7,7 +7,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -128,6 +128,13 @@ def live_bytes(parameters: Sequence[Parameter]) -> int:
         num_bytes += max(0, end - max(begin, counted_up_to))
         counted_up_to = max(counted_up_to, end)
     return num_bytes
+
+
+def allocated_bytes(run: Callable[[], object]) -> int:
+    """Bytes that the CPU's allocator has given out during ``run`` and has not got back at its end."""
+    with _traced_events(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+        run()
+    return sum(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")
 
 
 @contextmanager

@@ -195,7 +195,7 @@ def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     known = set(map(id, matrices))
     others = [parameter for parameter in model.parameters() if id(parameter) not in known]
     muon = torch.optim.Muon(matrices, lr=1e-4, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(others, lr=1e-4, fused=True)] if others else [muon]
+    return [torch.optim.AdamW(others, lr=1e-4, fused=True), muon] if others else [muon]
 
 
 class Float32NewtonSchulz(TorchFunctionMode):

@@ -147,7 +147,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._step.refuse_half_a_step()  # with weights half stepped, each rank would have computed with others
         shards = {index: _shard_of(bucket) for bucket in launched for index in bucket.param_indices}
         reduced = shards.keys() - untouched
-        self._gradients.refuse_stale(piece for piece in self._gradients.pieces if piece.index in reduced)
+        for optimizer in self._optimizers:
+            optimizer.refuse_stale(reduced)
         for optimizer in self._optimizers:
             optimizer.accumulate(shards, reduced)
         self._gradients.show(reduced)
@@ -187,6 +188,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         if not self.buckets:
             return super().clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         self._gradients.before_reading("model.clip_grad_norm_()")
+        self._step.end_left_out()  # its gathers come first on all ranks, whether or not they have read since
         pieces = [piece.stepped for piece in self._gradients.pieces]
         with self._transfers.on_every_rank("model.clip_grad_norm_()"):
             total = norm_over_ranks(pieces, float(norm_type), self._parameters, self._transfers)
@@ -203,6 +205,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         if not self.buckets:
             return super().full_gradients(named)
         self._gradients.before_reading("model.full_gradients()")
+        self._step.end_left_out()  # as in `clip_grad_norm_`
         gradients = self._whole_gradients("model.full_gradients()")
         return {self._names[index]: gradients[index] for index in sorted(gradients)}
 

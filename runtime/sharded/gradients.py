@@ -42,6 +42,8 @@ _OF_ALL_ELEMENTS = frozenset((
 ))
 # fmt: on
 
+#: Number of a piece that belongs to no parameter, see `SteppedPieces`.
+WITNESS = -1
 #: What AccumulateGrad calls; the second with ``create_graph=True``.
 _ACCUMULATIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
@@ -106,7 +108,9 @@ class ShardedGradients:
         #: Numbers of the parameters whose pieces have gradients, on the ranks that have a piece; only to be read.
         self.reduced: set[int] = set()
         self._shown: set[int] = set()
-        self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients after a step, until new ones come
+        # From a step on, until new gradients come: versions of the pieces' gradients, and what is not zeroed since.
+        self._stepped_versions: dict[Piece, int] = {}
+        self._not_zeroed: set[int] = set()
         self._makes_way = False  # for a backward: a forward has ended since the last one that was reduced
 
     def show(self, new: Set[int]) -> None:
@@ -115,6 +119,7 @@ class ShardedGradients:
         self._show(index for index in self.reduced if index in new or self._parameters[index].grad is None)
         self._makes_way = False
         self._stepped_versions = {}
+        self._not_zeroed = set()
 
     def show_again(self) -> None:
         """A forward has ended, and it may have no backward."""
@@ -175,6 +180,7 @@ class ShardedGradients:
         for index in indices:
             parameter, hidden = self._parameters[index], self._hidden[index]
             hidden.is_zeroed = False
+            self._not_zeroed.discard(index)
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None and parameter.grad is not hidden:
@@ -209,6 +215,7 @@ class ShardedGradients:
                 zeroed.add(index)
         self.reduced -= gone
         self._shown -= gone
+        self._not_zeroed -= gone | zeroed
         for piece in self.pieces if gone or zeroed else ():
             if piece.index in gone or piece.index in zeroed:
                 piece.zero(set_to_none=piece.index in gone)
@@ -236,21 +243,40 @@ class ShardedGradients:
         if any(p.grad is not None and p.grad.to_dense().any() for p in self._parameters):
             self.before_reading("optimizer.step()")
 
-    def note_step(self, pieces: Iterable[Piece]) -> None:
-        """An optimizer has stepped by its pieces' gradients, or a GradScaler has asked whether to skip the step."""
-        gradients = {piece.index: piece.stepped.grad for piece in pieces}
-        self._stepped_versions |= {index: g._version for index, g in gradients.items() if g is not None}
+    def note_step(self, pieces: Iterable[Piece], indices: Set[int]) -> None:
+        """An optimizer has stepped by its pieces' gradients, or a GradScaler has asked whether to skip the step.
 
-    def refuse_stale(self, pieces: Iterable[Piece]) -> None:
-        """Raise if a gradient is unchanged since a step: whether the user meant to keep it cannot be known."""
-        for piece in pieces if self._stepped_versions else ():
-            gradient, version = piece.stepped.grad, self._stepped_versions.get(piece.index)
-            if gradient is not None and gradient._version == version:
-                raise ReplicationError(
-                    f"{this_rank()}: a backward has ended, and the gradient of {self._hidden[piece.index].fqn} from"
-                    " before the last step, taken or skipped, has not been zeroed. Call optimizer.zero_grad() or"
-                    " model.zero_grad() for each step"
-                )
+        Args:
+            indices: Numbers of its parameters.
+        """
+        gradients = {piece: piece.stepped.grad for piece in pieces}
+        self._stepped_versions |= {piece: g._version for piece, g in gradients.items() if g is not None}
+        self._not_zeroed |= self.reduced & indices
+
+    def refuse_stale(self, pieces: Sequence[Piece], indices: Set[int]) -> None:
+        """Raise if a gradient is unchanged since a step: whether the user meant to keep it cannot be known.
+
+        A rank without a piece of a parameter raises as well. It cannot see whether a user has zeroed the piece itself,
+        but takes it for zeroed if the witnesses have been.
+
+        Args:
+            pieces: Of one optimizer on this rank, and its witnesses.
+            indices: Numbers of its parameters that have been reduced now.
+        """
+        unchanged = {
+            piece.index
+            for piece in pieces
+            if piece.stepped.grad is not None and piece.stepped.grad._version == self._stepped_versions.get(piece)
+        }
+        stale = unchanged & indices
+        if WITNESS in unchanged:
+            stale |= (self._not_zeroed & indices) - {piece.index for piece in pieces}
+        if stale:
+            raise ReplicationError(
+                f"{this_rank()}: a backward has ended, and the gradient of {self._hidden[min(stale)].fqn} from before"
+                " the last step, taken or skipped, has not been zeroed. Call optimizer.zero_grad() or"
+                " model.zero_grad() for each step"
+            )
 
     def replace(self, gradients: Mapping[int, Tensor]) -> None:
         """Set ``.grad`` to whole gradients for good, unless a user has set it; add local gradients that came since."""

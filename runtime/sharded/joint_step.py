@@ -1,4 +1,4 @@
-"""One step of all optimizers of a model, and the gather of each bucket after the last of them has stepped it."""
+"""One step of all optimizers of a model, and the gathers of the buckets that they have stepped."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 class JointStep:
     """Each optimizer steps once in a joint step, which begins with the first of them and ends with the last.
 
+    A bucket is complete when every optimizer with a parameter in it has stepped it. Complete buckets are gathered from
+    the last of the plan to its first, about the order in which a forward reads them. So ranks whose optimizers step in
+    another order start the same gathers in the same order.
+
     Args:
         optimizers: All that were sharded together.
     """
@@ -33,6 +37,8 @@ class JointStep:
         self._due: list[SteppedPieces] = []  # those that have not stepped since the first one did
         self._stepping: SteppedPieces | None = None  # its step has begun and not ended
         self._stepped: set[int] = set()  # numbers of the parameters that this joint step may have changed
+        self._to_gather: list[ShardedBucket] = []  # in plan order; the last one is next
+        self._complete: set[ShardedBucket] = set()
         self._ended: list[streams.Event] = []  # the steps so far, which may have run on other streams
         reader.refuse_half_a_step = self.refuse_half_a_step
         reader.guards_steps = len(optimizers) > 1
@@ -53,6 +59,7 @@ class JointStep:
             for bucket in self._reader.buckets:
                 bucket.take_edits()
             self._due = list(self._optimizers)
+            self._to_gather, self._complete = list(self._reader.buckets), set()
             self._stepped, self._ended = set(), []
         with_gradient = {piece.index for piece in optimizer.pieces if piece.stepped.grad is not None}
         self._stepped |= (self._gradients.reduced & optimizer.indices) | with_gradient
@@ -66,10 +73,15 @@ class JointStep:
                 bucket.on(Event.STEP_BEGINS)
 
     def bucket_is_stepped(self, bucket: ShardedBucket, optimizer: SteppedPieces) -> None:
-        """Gather a bucket if no other optimizer has yet to step in it; on every rank in the same order."""
+        """An optimizer has stepped its pieces in a bucket; gather what is complete and has its turn."""
         self._reader.raise_guard()  # the step itself may have read parameters
         if any(other is not optimizer and bucket in other.buckets for other in self._due):
             return
+        self._complete.add(bucket)
+        while self._to_gather and self._to_gather[-1] in self._complete:
+            self._gather(self._to_gather.pop())
+
+    def _gather(self, bucket: ShardedBucket) -> None:
         for event in self._ended:
             event.wait()
         try:
@@ -86,7 +98,7 @@ class JointStep:
         self._stepping = None
         if self._due:
             self._ended.append(streams.record(optimizer.buckets[0].flat.device))
-        self._gradients.note_step(optimizer.pieces)
+        optimizer.note_step()
         self._reader.step_ends(is_last=not self._due)
 
     def refuse_missing_steps(self) -> None:
@@ -95,20 +107,13 @@ class JointStep:
             self.refuse_half_a_step()
 
     def refuse_half_a_step(self) -> None:
-        """Raise a ReplicationError if a step has raised, or if some of the optimizers have stepped and others have not.
-
-        An optimizer whose step a GradScaler leaves out counts as one that has stepped.
-        """
+        """Raise a ReplicationError if a step has raised, or if some optimizers have stepped and others have not."""
         if self._stepping is not None:
             raise ReplicationError(
                 f"{this_rank()}: {self._stepping.name}.step() has raised before all parameters were stepped, so the"
                 " ranks are not alike any more; start again from a checkpoint, with a model and an optimizer made anew"
             )
-        for optimizer in [each for each in self._due if each.is_left_out()]:
-            self._prepare(optimizer)
-            for bucket in optimizer.buckets:
-                self.bucket_is_stepped(bucket, optimizer)
-            self.ends(optimizer)
+        self.end_left_out()
         if self._due:
             names = ", ".join(optimizer.name for optimizer in self._due)
             raise ReplicationError(
@@ -116,3 +121,11 @@ class JointStep:
                 f" {names} has not stepped since the others did. Call step() of each of them, one after the other,"
                 " before parameters are read again by a forward or otherwise"
             )
+
+    def end_left_out(self) -> None:
+        """Count optimizers whose steps a GradScaler leaves out as stepped, which may complete buckets."""
+        for optimizer in [each for each in self._due if each.is_left_out()]:
+            self._prepare(optimizer)
+            for bucket in optimizer.buckets:
+                self.bucket_is_stepped(bucket, optimizer)
+            self.ends(optimizer)

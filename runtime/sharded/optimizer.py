@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharded.checkpoint import PIECES
-from ddp_compile.runtime.sharded.gradients import GradientShard, ShardedGradients
+from ddp_compile.runtime.sharded.gradients import WITNESS, GradientShard, ShardedGradients
 from ddp_compile.runtime.sharded.joint_step import JointStep
 from ddp_compile.runtime.sharded.reader import ParameterReader
 from ddp_compile.runtime.sharded.states import ShardedStates
@@ -124,7 +124,7 @@ class SteppedPieces:
         self.pieces = [piece for bucket in mine for piece in bucket.pieces if piece.index in self.indices]
         dtypes, device = sorted({bucket.stepped_dtype for bucket in mine}, key=str), mine[0].flat.device
         empty = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
-        self._witnesses = [Piece(-1, 0, 0, 0, 0, Parameter(values)) for values in empty]
+        self._witnesses = [Piece(WITNESS, 0, 0, 0, 0, Parameter(values)) for values in empty]
         self._divide({piece.index: piece.stepped for piece in self.pieces})
         self._states = ShardedStates(self._optimizer, self._numbers, self._whole, mine, self._transfers)
         self._states.cut(self._loaded)
@@ -268,6 +268,14 @@ class SteppedPieces:
 
     # Gradients.
 
+    def note_step(self) -> None:
+        """The optimizer has stepped by its gradients, or a GradScaler has asked whether to skip the step."""
+        self._gradients.note_step((*self.pieces, *self._witnesses), self.indices)
+
+    def refuse_stale(self, reduced: Set[int]) -> None:
+        """Raise if a parameter among those ``reduced`` now has a gradient from before the last step."""
+        self._gradients.refuse_stale((*self.pieces, *self._witnesses), self.indices & reduced)
+
     def accumulate(self, shards: Mapping[int, Tensor], reduced: Set[int]) -> None:
         """Add to the pieces' gradients.
 
@@ -285,9 +293,10 @@ class SteppedPieces:
 
     def _unscaled(self, found_non_finite: Tensor) -> None:
         """A GradScaler has looked at gradients: all ranks step by them, or none does."""
-        with self._transfers.on_every_rank("GradScaler's question whether gradients are finite"):
+        what = f"GradScaler's question whether gradients of {self.name} ({self._fqns[0]}, ...) are finite"
+        with self._transfers.on_every_rank(what):
             self._transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
-        self._gradients.note_step(self.pieces)
+        self.note_step()
         self._non_finite.append(found_non_finite.clone())  # GradScaler.update() adds up in it
 
     def is_left_out(self) -> bool:

@@ -15,7 +15,7 @@ from ddp_compile.errors import ReplicationError, this_rank
 
 log = logging.getLogger(__name__)
 
-#: Most of the mean that a rank may have to do without a warning.
+#: Most that a rank may have to do without a warning or an error, in units of the mean.
 _UNEVEN = 1.5
 
 
@@ -26,11 +26,13 @@ class Owners:
     Args:
         name: The optimizers'.
         rank_of: The rank that steps all of a parameter, by the parameter's number.
+        costs: Of a step of each of them.
         loads: For each rank, the cost of its parameters.
     """
 
     name: str
     rank_of: Mapping[int, int]
+    costs: Mapping[int, float]
     loads: tuple[float, ...]
 
     @property
@@ -45,6 +47,30 @@ class Owners:
         return (
             f"{self.name} steps whole parameters: {', '.join(map(str, numbers))} on ranks 0 to {len(numbers) - 1}; the"
             f" rank with most to do has {self.worst_of_mean:.2f} times the mean"
+        )
+
+    def refuse_if_uneven(self, names: Sequence[str]) -> None:
+        """Raise a ReplicationError if a rank owns nothing, or if one parameter sets the time of a step.
+
+        Args:
+            names: Of the parameters, by their numbers.
+        """
+        ranks, total = len(self.loads), sum(self.costs.values())
+        idle = ranks - len(set(self.rank_of.values()))
+        largest = max(self.costs, key=lambda index: self.costs[index])
+        if idle:
+            what = f"leaves {idle} of the ranks without any"
+        elif self.worst_of_mean > _UNEVEN and self.costs[largest] > total / 2:
+            what = (
+                f"costs more for {names[largest]} than for all others together, so a step takes"
+                f" {self.worst_of_mean:.2f} times as long as an even one"
+            )
+        else:
+            return
+        raise ReplicationError(
+            f"{this_rank()}: {self.name} with {len(self.costs)} whole parameters on {ranks} ranks {what}. Leave such"
+            " parameters to an optimizer that works element by element, such as AdamW, whose parameters are cut; pass"
+            " cost= to shard_optimizer if they cost something else than it says; or accept it by allow_uneven=True"
         )
 
     def warn_if_uneven(self) -> None:
@@ -111,7 +137,7 @@ def choose_owners(
         rank_of[index] = owner
         loads[owner] += costs[index]
     names = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)
-    return Owners(", ".join(names), rank_of, tuple(loads))
+    return Owners(", ".join(names), rank_of, costs, tuple(loads))
 
 
 def cost_of(optimizer: Optimizer, group: Mapping[str, Any], parameter: Parameter) -> float:

@@ -164,6 +164,7 @@ class ShardTransfers:
                 partial(_all_gather_by_collective, for_gathers),
             )
         self._gathers: list[Transfer] = []  # those that may not have been waited for
+        self._num_gathers = 0
         if streams.work_blocks_host(for_gathers, device):
             keep_after(self, partial(_wait_for_others, self._gathers))
 
@@ -190,6 +191,7 @@ class ShardTransfers:
         if self.world_size == 1:
             return Transfer()
         _, all_gather = self._even if cut.is_even else self._uneven
+        self._num_gathers += 1
         gather = all_gather(flat, cut)
         self._gathers[:] = [each for each in self._gathers if not each.is_done] + [gather]
         return gather
@@ -197,17 +199,18 @@ class ShardTransfers:
     def _agree_on(self, what: str) -> None:
         """Check that all ranks are about to do the same: gloo ends a process whose message has another size.
 
-        With gloo alone: with NCCL the host would wait for the GPU to have the answer.
+        Between the steps of two optimizers, ranks that step them in different orders have started different numbers of
+        gathers. With gloo alone: with NCCL the host would wait for the GPU to have the answer.
         """
         if self.world_size == 1 or not self._by_messages:
             return
-        number = zlib.crc32(what.encode())
+        number = zlib.crc32(f"{what} after {self._num_gathers} gathers".encode())
         extremes = torch.tensor([number, -number])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         if extremes.tolist() != [number, -number]:
             raise RanksDifferError(
-                f"{this_rank()}: {what} has met something else on another rank, and both wait for all ranks; call"
-                " the same on every rank, in the same order"
+                f"{this_rank()}: {what} has met something else on another rank, or stands between other steps of"
+                " optimizers there, and waits for all ranks; call the same on every rank, in the same order"
             )
 
     @contextmanager

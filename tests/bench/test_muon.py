@@ -23,7 +23,7 @@ TINY = {"depth": 2, "width": 64, "batch_size": 1}
 def test_muon_steps_hidden_matrices_and_adamw_the_rest() -> None:
     model = make_workload(WorkloadSettings(model="gpt-small", **TINY)).model
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    muon, adamw = make_optimizers("muon", model)
+    adamw, muon = make_optimizers("muon", model)
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
     mine, others = ({names[id(p)] for group in each.param_groups for p in group["params"]} for each in (muon, adamw))
     of_block = ("qkv", "projection", "mlp.0", "mlp.2")

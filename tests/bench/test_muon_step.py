@@ -24,8 +24,8 @@ def test_rows_are_of_the_slowest_rank_beside_the_replicated_step() -> None:
 
     rounds = 3
     ranks = [
-        rank([[0.9, 0.1]] * rounds, [[0.5, 0.1]] * rounds, 10.0, 2**20),
-        rank([], [[0.3, 0.05]] * rounds, 30.0, 3 * 2**20),
+        rank([[0.1, 0.9]] * rounds, [[0.1, 0.5]] * rounds, 10.0, 2**20),
+        rank([], [[0.05, 0.3]] * rounds, 30.0, 3 * 2**20),
     ]
     replicated, sharded = SCRIPT["rows_of"](2, ranks)
     assert (replicated["step_ms"], sharded["step_ms"]) == (1000, 600)
@@ -40,17 +40,22 @@ def test_ranks_share_cost_and_states_of_the_replicated_step() -> None:
     settings = WorkloadSettings(model="gpt-small", depth=2, width=64, batch_size=1, optimizer="muon-float32")
     arguments = argparse.Namespace(optimizer=settings.optimizer, cpu_time=False)
     sharded, replicated = SCRIPT["Sharded"](settings), SCRIPT["Replicated"](settings)
+    sharded.backward()
+    num_bytes = [SCRIPT["first_step_bytes"](each.optimizers, arguments) for each in (sharded, replicated)]
     for _ in range(2):
         sharded.backward()
         for each in (sharded, replicated):
             seconds = SCRIPT["timed"](each.optimizers, arguments)
             assert len(seconds) == 2 and min(seconds) > 0
-    muon = replicated.optimizers[0]
+    *_, muon = replicated.optimizers
     whole = sum(cost_of(muon, group, p) for group in muon.param_groups for p in group["params"])
     of_all: list[Any] = [None, None]
-    dist.all_gather_object(of_all, (sharded.own_cost(), SCRIPT["states_bytes"](sharded.optimizers)))
-    costs, num_bytes = zip(*of_all, strict=True)
+    dist.all_gather_object(of_all, (sharded.own_cost(), num_bytes[0]))
+    costs, shards = zip(*of_all, strict=True)
     assert sum(costs) == whole and max(costs) < 0.6 * whole
-    # Beside the moments and momenta, each rank has a number of steps for each of its parameters.
-    assert sum(num_bytes) == pytest.approx(SCRIPT["states_bytes"](replicated.optimizers), rel=0.01)
-    assert max(num_bytes) < 0.55 * sum(num_bytes)
+    # A momentum for each element of Muon, two moments for each of AdamW, and a number of steps for each parameter.
+    matrices = sum(p.numel() for p in muon.param_groups[0]["params"])
+    others = [p.numel() for p in replicated.optimizers[0].param_groups[0]["params"]]
+    assert num_bytes[1] == 4 * (matrices + 2 * sum(others) + len(others))
+    assert sum(shards) == pytest.approx(num_bytes[1], rel=0.01)  # both count the steps of a parameter that is cut
+    assert max(shards) < 0.55 * sum(shards)

@@ -94,7 +94,7 @@ def test_sharded_muon_trains_and_resumes(tmp_path: Path) -> None:
     muon = [*RUN, "--optimizer", "muon"]
     run_ranks(tmp_path / "whole", *muon, "--sharded", "--checkpoint", tmp_path / "step{step}.pt")
     saved = torch.load(tmp_path / "step3.pt", weights_only=True)
-    of_muon, of_adamw = (list(state["state"].values()) for state in saved["optimizers"])
+    of_adamw, of_muon = (list(state["state"].values()) for state in saved["optimizers"])
     assert sorted(tuple(state["momentum_buffer"].shape) for state in of_muon) == [
         (32, 32),
         (32, 128),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from models import loss_of
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from ddp_compile import ddp_compile, shard_optimizer
@@ -100,19 +101,24 @@ def batch(step: int) -> Tensor:
 
 
 class Pair:
-    """A sharded model, and a module that follows its gradients with unsharded optimizers."""
+    """A sharded model, and a module that follows its gradients with unsharded optimizers.
+
+    With another ``dtype`` the model has master weights, and the module that follows has the same values in float32.
+    """
 
     def __init__(self, kind: str, sharded: bool = True, **settings: Any) -> None:
         torch.manual_seed(1)
         make, of_kind = KINDS[kind]
-        module = Net()
-        self.reference = copy.deepcopy(module)
-        settings = {"backend": "eager", "split": "backward"} | settings
+        self.dtype = settings.pop("dtype", torch.float32)
+        module = Net().to(self.dtype)
+        self.reference = copy.deepcopy(module).float()
+        settings = {"backend": "eager", "split": "backward", "bucket_cap_mb": CAP_MB} | settings
         overlap = settings.pop("overlap", True)
-        self.model: Any = ddp_compile(module, bucket_cap_mb=CAP_MB, **settings)
+        self.model: Any = ddp_compile(module, **settings)
         self.optimizers = make(self.model)
         if sharded:
-            assert shard_optimizer(self.optimizers, self.model, overlap=overlap, **of_kind) == self.optimizers
+            of_kind = {"overlap": overlap, "master_weights": self.dtype != torch.float32, **of_kind}
+            assert shard_optimizer(self.optimizers, self.model, **of_kind) == self.optimizers
         self.of_reference = make(self.reference)
         self.schedulers = [
             [torch.optim.lr_scheduler.StepLR(each, 3, 0.5) for each in of_kind]
@@ -123,7 +129,7 @@ class Pair:
         """Give the reference the reduced gradients."""
         gradients = self.model.full_gradients()
         for name, parameter in self.reference.named_parameters():
-            parameter.grad = gradients.get(name)
+            parameter.grad = gradients[name].float() if name in gradients else None
 
     def step(self) -> None:
         for each in (*self.optimizers, *self.of_reference):
@@ -132,17 +138,27 @@ class Pair:
             for scheduler in of_kind:
                 scheduler.step()
 
-    def train(self, step: int) -> None:
-        loss_of(self.model(batch(step))).backward()
+    def train(self, step: int, clips: bool = False) -> None:
+        loss_of(self.model(batch(step).to(self.dtype)).float()).backward()
         self.follow()
+        if clips:
+            self.clip()
         self.step()
         for each in self.optimizers:
             each.zero_grad()
         self.compare()
 
+    def clip(self) -> None:
+        """To half of the norm; the reference by the norm that the sharded model finds, whose last digits may differ."""
+        parameters = list(self.reference.parameters())
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        found = self.model.clip_grad_norm_(float(norm) / 2)
+        assert torch.allclose(found, norm, rtol=1e-6)
+        clip_grads_with_norm_(parameters, float(norm) / 2, found)
+
     def compare(self) -> None:
         pairs = zip(self.model.named_parameters(), self.reference.parameters(), strict=True)
-        different = [name for (name, mine), theirs in pairs if not torch.equal(mine, theirs)]
+        different = [name for (name, mine), theirs in pairs if not torch.equal(mine, theirs.to(mine.dtype))]
         assert not different, different
         assert not self.differences()
 

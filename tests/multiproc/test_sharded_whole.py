@@ -79,37 +79,30 @@ def test_parameters_and_states_are_those_of_unsharded_optimizers(ranks: Ranks, k
     ranks(world_size).run(trained_in_all_ways, kind, world_size == 2)
 
 
-def trained_compiled(kind: str, split: str) -> bool:
-    pair = Pair(kind, split=split, backend="aot_eager")
+def trained_compiled(settings: dict[str, Any]) -> str:
+    pair = Pair("muon", backend="aot_eager", **settings)
     for step in range(4):
-        pair.train(step)
-    return "part by part" in pair.model.explain()
+        pair.train(step, clips=step % 2 == 1)
+    return pair.model.explain()
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_compiled_forwards_wait_part_by_part(ranks: Ranks, split: str) -> None:
-    assert all(ranks(2).run(trained_compiled, "muon", split))
+    for explained in ranks(2).run(trained_compiled, {"split": split}):
+        assert "part by part" in explained
+
+
+def test_regions_are_stepped_by_owners(ranks: Ranks) -> None:
+    for explained in ranks(2).run(trained_compiled, {"split": "auto", "regions": [nn.Linear]}):
+        assert "5 regions of Linear" in explained and " 0 graphs for training" not in explained, explained
 
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_low_precision_is_stepped_in_float32_with_master_weights() -> None:
-    torch.manual_seed(1)
-    module = Net().to(torch.bfloat16)
-    reference = copy.deepcopy(module).float()
-    model: Any = ddp_compile(module, bucket_cap_mb=CAP_MB, backend="eager")
-    optimizers, of_reference = muon(model), muon(reference)
-    shard_optimizer(optimizers, model, master_weights=True)
+    pair = Pair("muon", dtype=torch.bfloat16)
     for step in range(4):
-        loss_of(model(batch(step).to(torch.bfloat16)).float()).backward()
-        gradients = model.full_gradients()
-        for name, parameter in reference.named_parameters():
-            parameter.grad = gradients[name].float()
-        for each in (*optimizers, *of_reference):
-            each.step()
-        model.zero_grad()
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(mine, theirs.to(torch.bfloat16))
+        pair.train(step, clips=step % 2 == 1)
 
 
 # Owners.
@@ -136,7 +129,14 @@ def test_each_matrix_has_one_owner_and_its_states_are_there_alone() -> None:
 def test_a_cost_of_users_decides_who_owns_what() -> None:
     pair = Pair("muon", sharded=False)
     heavy = pair.model.last.weight
-    shard_optimizer(pair.optimizers, pair.model, cost=lambda p: 100.0 if p is heavy else 1.0)
+
+    def shard(times: float, **settings: Any) -> None:
+        shard_optimizer(pair.optimizers, pair.model, cost=lambda p: times if p is heavy else 1.0, **settings)
+
+    costs_more = f"rank {dist.get_rank()}: Muon with 5 whole parameters on 2 ranks costs more for last.weight than for"
+    assert costs_more in said_by(lambda: shard(13.0))
+    assert "so a step takes 1.53 times as long as an even one" in said_by(lambda: shard(13.0))
+    shard(12.0)
     pair.train(0)
     owned = {g.fqn: g.owner for bucket in pair.model.bucket_plan.buckets for g in bucket.gradients}
     assert [name for name, owner in owned.items() if owner == owned["last.weight"]] == ["last.weight"]
@@ -145,7 +145,7 @@ def test_a_cost_of_users_decides_who_owns_what() -> None:
 
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def test_more_ranks_than_matrices_train_and_are_told() -> None:
+def test_more_ranks_than_matrices_are_refused_or_train_and_are_told() -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
     reference = copy.deepcopy(module)
@@ -154,8 +154,13 @@ def test_more_ranks_than_matrices_train_and_are_told() -> None:
     others = matrices_and_others(model)[1]
     optimizers.append(torch.optim.SGD(others, lr=0.1))
     of_reference.append(torch.optim.SGD(matrices_and_others(reference)[1], lr=0.1))
+    refused = (
+        f"ReplicationError: rank {dist.get_rank()}: Muon with 2 whole parameters on 3 ranks leaves 1 of the ranks"
+        " without any. Leave such parameters to an optimizer that works element by element, such as AdamW"
+    )
+    assert refused in said_by(lambda: shard_optimizer(optimizers, model))
     with unittest.TestCase().assertLogs("ddp_compile.runtime.sharded.owners") as logs:
-        shard_optimizer(optimizers, model)
+        shard_optimizer(optimizers, model, allow_uneven=True)
     (warned,) = logs.output
     assert f"rank {dist.get_rank()}: Muon steps 2 whole parameters on 3 ranks. Rank 0 has 2." in warned
     assert "and 1 ranks nothing" in warned
@@ -204,6 +209,49 @@ def test_a_step_waits_for_nobody_and_a_bucket_is_gathered_once() -> None:
             each.step()
     assert not waits and len(gathers) == len(pair.model.bucket_plan.buckets) > 2
     pair.model.await_parameters()
+
+
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_each_rank_may_step_its_optimizers_in_another_order() -> None:
+    pair = Pair("muon", bucket_cap_mb=1e-5)  # a bucket for each parameter
+    pair.train(0)
+    transfers, order = pair.model.comm_algorithm._transfers, []
+    all_gather = transfers.all_gather
+    transfers.all_gather = lambda flat, cut: order.append(cut) or all_gather(flat, cut)
+    buckets = [bucket.cut for bucket in reversed(pair.model.comm_algorithm.buckets)]
+    for step in range(1, 5):
+        loss_of(pair.model(batch(step))).backward()
+        pair.follow()
+        order.clear()
+        steps = [each.step for each in pair.optimizers]
+        for each in steps if (step + dist.get_rank()) % 2 else reversed(steps):
+            each()
+        assert order == buckets
+        for each in pair.of_reference:
+            each.step()
+        pair.model.zero_grad()
+        pair.compare()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_call_of_all_ranks_between_other_steps_is_told() -> None:
+    torch.manual_seed(1)
+    model: Any = ddp_compile(Net(), bucket_cap_mb=1e-5, backend="eager")
+    parameters = list(model.parameters())
+    optimizers = shard_optimizer([torch.optim.SGD(parameters[:2]), torch.optim.SGD(parameters[2:])], model)
+    rank = dist.get_rank()
+    loss_of(model(batch(0))).backward()
+    optimizers[rank].step()  # rank 0 has started a gather, and rank 1 none
+    told = f"RanksDifferError: rank {rank}: model.full_gradients() has met something else on another rank, or stands"
+    assert told in said_by(model.full_gradients)
+    optimizers[1 - rank].step()
+    model.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model(batch(1)))).backward()
+    named = f"gradients of SGD ({('first', 'norm')[rank]}.weight, ...) are finite has met something else"
+    assert named in said_by(lambda: scaler.step(optimizers[rank]))
 
 
 # Half a step.

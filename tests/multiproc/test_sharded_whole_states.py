@@ -80,8 +80,8 @@ def test_a_state_of_no_parameter_is_refused() -> None:
 
 
 @torch.compiler.set_stance("force_eager")
-def saved(kind: str, path: str) -> Any:
-    pair = Pair(kind)
+def saved(kind: str, dtype: torch.dtype, path: str) -> Any:
+    pair = Pair(kind, dtype=dtype)
     for step in range(3):
         pair.train(step)
     states = [each.state_dict() for each in pair.optimizers], pair.model.state_dict()
@@ -91,8 +91,8 @@ def saved(kind: str, path: str) -> Any:
 
 
 @torch.compiler.set_stance("force_eager")
-def goes_on(kind: str, states: Any, path: str, way: str) -> None:
-    pair = Pair(kind)
+def goes_on(kind: str, dtype: torch.dtype, states: Any, path: str, way: str) -> None:
+    pair = Pair(kind, dtype=dtype)
     of_optimizers, of_model = copy.deepcopy(states)  # the ranks share the memory of what they are called with
     if way != "at once":
         pair.train(7)
@@ -110,14 +110,18 @@ def goes_on(kind: str, states: Any, path: str, way: str) -> None:
             each.load_state_dict(state)
     if way != "at once":
         assert not (found := pair.differences()), found
+    if dtype != torch.float32 and way != "at once":
+        return  # where the loaded value is the present one, rounded, a master weight keeps its own
     for scheduler in (s for of_kind in pair.schedulers for s in of_kind):
         scheduler.step_size = 1000
     pair.train(8)
     pair.train(9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_number_of_ranks_goes_on_from_a_checkpoint(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    states = ranks(2).run(saved, kind, str(tmp_path))[0]
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("muon", torch.bfloat16)])
+def test_another_number_of_ranks_goes_on_from_a_checkpoint(
+    ranks: Ranks, kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    states = ranks(2).run(saved, kind, dtype, str(tmp_path))[0]
     for way in ("at once", "later", "dcp"):
-        ranks(3).run(goes_on, kind, states, str(tmp_path), way)
+        ranks(3).run(goes_on, kind, dtype, states, str(tmp_path), way)
