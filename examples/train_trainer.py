@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out-dir", default="runs/train_trainer")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--tensorboard", action="store_true", help="log to OUT_DIR/runs, communication included")
     args = parser.parse_args()
 
     set_seed(0)
@@ -42,11 +43,11 @@ def main() -> None:
         eval_steps=0.5,
         save_steps=0.5,
         ddp_find_unused_parameters=False,  # Trainer's default is True, which costs a message in each iteration
-        report_to="none",
+        report_to="tensorboard" if args.tensorboard else "none",
         use_cpu=not torch.cuda.is_available(),  # must be set, or it trains in one process
     )
     trainer = Trainer(model, settings, train_dataset=Counting(1024), eval_dataset=Counting(64))
-    use(trainer, bucket_cap_mb=1)
+    use(trainer, bucket_cap_mb=1, log_communication=args.tensorboard)
     trainer.train()
 
 

@@ -26,7 +26,7 @@ from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 from ddp_compile.api import ddp_compile
 from ddp_compile.errors import ReplicationError, this_rank, with_article
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
-from ddp_compile.functions import no_sync, unwrap
+from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module.mixin import ReplicatedModule, state_of
 
 OLDEST = "1.0.0"
@@ -34,10 +34,11 @@ OLDEST = "1.0.0"
 UsedT = TypeVar("UsedT")
 
 _ARGUMENTS = "_ddp_compile_arguments"
+_LOGS = "_ddp_compile_logs_communication"
 _CREATES = "create_accelerator_and_postprocess"  # Trainer's method that makes its accelerators
 
 
-def use(accelerator: UsedT, **arguments: Any) -> UsedT:
+def use(accelerator: UsedT, *, log_communication: bool = False, **arguments: Any) -> UsedT:
     """Make ``accelerator.prepare`` replicate models with ``ddp_compile`` instead of DistributedDataParallel.
 
     Call it before anything is prepared::
@@ -52,6 +53,8 @@ def use(accelerator: UsedT, **arguments: Any) -> UsedT:
         accelerator: An accelerator with several processes, on CPUs or GPUs, started by ``accelerate launch`` or
             torchrun. Or a Trainer, for its accelerator and those that it makes for the trials of a hyperparameter
             search.
+        log_communication: Whether `Accelerator.log`, or Trainer with each training loss, also logs how long the last
+            step computed and waited for communication on this rank, in ms: see docs/measuring.md.
         arguments: The arguments of `ddp_compile`, except ``process_group`` and ``device_mesh``. If the accelerator was
             given a DistributedDataParallelKwargs, or Trainer made one, its settings and its comm hook are used too.
 
@@ -72,9 +75,9 @@ def use(accelerator: UsedT, **arguments: Any) -> UsedT:
                 f" averaged over the same processes; drop {name}"
             )
     if isinstance(accelerator, accelerate.Accelerator):
-        _use_accelerator(accelerator, arguments)
+        _use_accelerator(accelerator, arguments, log_communication)
     elif hasattr(accelerator, _CREATES):
-        _use_trainer(accelerator, arguments)
+        _use_trainer(accelerator, arguments, log_communication)
     else:
         raise TypeError(
             f"use() needs an accelerate.Accelerator or a Trainer, not {with_article(type(accelerator).__name__)}"
@@ -82,24 +85,42 @@ def use(accelerator: UsedT, **arguments: Any) -> UsedT:
     return accelerator
 
 
-def _use_accelerator(accelerator: accelerate.Accelerator, arguments: dict[str, Any]) -> None:
+def _use_accelerator(accelerator: accelerate.Accelerator, arguments: dict[str, Any], log_communication: bool) -> None:
     if reason := _objection(accelerator):
         raise ReplicationError(f"{this_rank()}: {reason}")
     accelerator.__dict__[_ARGUMENTS] = arguments
+    accelerator.__dict__[_LOGS] = log_communication
     original: Any = type(accelerator)
     accelerator.__class__ = _replicating_class(original)
 
 
-def _use_trainer(trainer: Any, arguments: dict[str, Any]) -> None:
-    _use_accelerator(trainer.accelerator, arguments)
-    create = getattr(trainer, _CREATES)
+def _use_trainer(trainer: Any, arguments: dict[str, Any], log_communication: bool) -> None:
+    _use_accelerator(trainer.accelerator, arguments, log_communication)
+    create, log = getattr(trainer, _CREATES), trainer.log
 
     @functools.wraps(create)
     def create_and_use() -> None:
         create()
-        _use_accelerator(trainer.accelerator, arguments)
+        _use_accelerator(trainer.accelerator, arguments, log_communication)
+
+    # Callbacks that report to loggers run before those of users, so a callback could not add anything.
+    @functools.wraps(log)
+    def log_with_communication(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        log({**logs, **_scalars(trainer.accelerator)} if "loss" in logs else logs, *args, **kwargs)
 
     setattr(trainer, _CREATES, create_and_use)
+    if log_communication:
+        trainer.log = log_with_communication
+
+
+def _scalars(accelerator: accelerate.Accelerator) -> dict[str, float]:
+    """The last steps of the models that are measured; those of several models are numbered."""
+    models = [model for model in accelerator._models if isinstance(model, ReplicatedModule)]
+    scalars = {}
+    for number, model in enumerate(models):
+        if (step := model.comm_stats()) is not None:
+            scalars.update(step.scalars(f"communication_{number}" if len(models) > 1 else "communication"))
+    return scalars
 
 
 def _objection(accelerator: accelerate.Accelerator) -> str:
@@ -162,7 +183,16 @@ class _ReplicatesModels:
         _refuse_states_of_ranks(model)
         if handler is not None:
             handler.register_comm_hook(model)
+        if accelerator.__dict__[_LOGS]:
+            assert is_replicated(model)
+            model.measure(steps=None)
         return model
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Like Accelerate's, with the last step's communication if `use` was told to log it."""
+        accelerator: Any = self
+        added = _scalars(accelerator) if accelerator.__dict__[_LOGS] else {}
+        super().log({**values, **added}, step, log_kwargs or {})  # type: ignore[misc]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Like Accelerate's, which would call the model's own method ``no_sync`` if there is one."""

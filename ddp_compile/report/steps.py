@@ -259,6 +259,25 @@ class Step:
         ranks = ", ".join(str(each.rank) for each in self.ranks)
         raise ValueError(f"rank={rank!r} is not in step {self.number}; it has the ranks {ranks}")
 
+    def scalars(self, prefix: str = "communication") -> dict[str, float]:
+        """What a logger of scalars takes: times in milliseconds by name, such as ``communication/exposed_ms``.
+
+        Args:
+            prefix: What the names begin with, up to the slash.
+
+        Returns:
+            ``step_ms``, ``computation_ms``, ``launching_ms`` and ``exposed_ms``; ``transfers_ms``, which is
+            `communication_s`, if it is known.
+        """
+        times = {
+            "step": self.duration_s,
+            "computation": self.computation_s,
+            "launching": self.launching_s,
+            "exposed": self.exposed_s,
+            "transfers": self.communication_s,
+        }
+        return {f"{prefix}/{name}_ms": time * 1e3 for name, time in times.items() if time is not None}
+
     def __str__(self) -> str:
         from ddp_compile.report.text import format_step
 

@@ -14,6 +14,7 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -23,9 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
-from ddp_compile import ddp_compile, is_replicated, shard_optimizer
+from ddp_compile import ReplicationError, ddp_compile, is_replicated, shard_optimizer
 from ddp_compile.comm_hooks import bf16_compress_hook
-from ddp_compile.integrations.lightning import DDPCompileStrategy
+from ddp_compile.integrations.lightning import DDPCompileStrategy, LogCommunication
 
 SMALL = {"backend": "eager", "bucket_cap_mb": 0.001}
 
@@ -220,6 +221,33 @@ def warned() -> Iterator[list[str]]:
         yield said
     finally:
         log.removeHandler(handler)
+
+
+class Kept(Logger):
+    """Keeps what is logged."""
+
+    name, version = "kept", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append({**metrics, "step": step or 0})
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+def logged_communication() -> tuple[list[dict[str, float]], bool, str]:
+    """What two epochs log with accumulation; whether the callback let go of the model; how "ddp" is refused."""
+    kept, callback = Kept(), LogCommunication()
+    settings: dict[str, Any] = {"logger": kept, "callbacks": [callback], "log_every_n_steps": 1}
+    trained(Net, DDPCompileStrategy(**SMALL), accumulate_grad_batches=2, **settings)
+    try:
+        trained(Net, DDPStrategy(), callbacks=[LogCommunication()])
+    except ReplicationError as error:
+        return kept.logged, callback._model is None, str(error)
+    raise AssertionError("another strategy was not refused")
 
 
 def is_plain(net: Net) -> bool:

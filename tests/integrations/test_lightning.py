@@ -93,6 +93,14 @@ def test_comm_hooks_reduce_the_buckets_on_any_device(ranks: Ranks) -> None:
         assert num_calls == 12 and is_finite
 
 
+def test_communication_is_logged_once_for_each_step(ranks: Ranks) -> None:
+    for rank, (logged, has_let_go, error) in enumerate(ranks(2).run(call, "lightning_ranks.logged_communication")):
+        assert has_let_go
+        times = [each["communication/step_ms"] for each in logged if "communication/exposed_ms" in each]
+        assert len(times) == 6 and all(time > 0 for time in times)  # 12 batches, two for each step
+        assert f"rank {rank}" in error and "strategy=DDPCompileStrategy()" in error
+
+
 def test_what_cannot_be_trained_is_refused_on_every_rank(ranks: Ranks) -> None:
     assert ranks(2).run(call, "lightning_ranks.refused_otherwise") == [[], []]
 

@@ -209,4 +209,5 @@ def train_and_delete_adapters() -> list[bool]:
 
 def run_example(folder: str) -> str:
     forget_state()
-    return hugging_face.run_example("train_trainer.py", "--steps", "6", "--out-dir", folder)
+    arguments = ["--steps", "6", "--out-dir", folder, "--tensorboard"]
+    return hugging_face.run_example("train_trainer.py", *arguments)
