@@ -3,11 +3,11 @@
     python benchmarks/bench_measure.py [--output FILE.csv]
     python benchmarks/bench_measure.py --overhead [--rounds 60]
 
-The truth: layers that sleep instead of computing, on a simulated link whose transfers take a time that is set. From
-these the exposed time follows, and the report must say the same: eight settings, with and without a sharded optimizer.
-Skew needs several ranks: in four settings two ranks on gloo, one of which sleeps before its backward. All must be right
-within 5 %, by the median of the steps. Use a machine with nothing else to do, since other processes on the same cores
-lengthen sleeps and transfers.
+The truth: layers that sleep instead of computing, on a simulated link. When sleeps and transfers really began and ended
+is noted by the layers and by the link, since a machine that is busy lengthens both. From these times the exposed time
+follows, and the report must say the same: eight settings, with and without a sharded optimizer. Skew needs several
+ranks: in four settings two ranks on gloo, one of which sleeps before its backward. All must be right within 5 %, by the
+median of the steps.
 
 The cost: gpt-small on two ranks, one core each, with records and without in turns. It prints the milliseconds of a step
 on the slower rank and the processor time of both, and the median ratio with its 95 % interval.
@@ -20,7 +20,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from ddp_compile.bench.settings import WorkloadSettings
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group
 from ddp_compile.bench.workloads import make_workload
 from ddp_compile.module.mixin import state_of
-from ddp_compile.report.steps import StepReport
+from ddp_compile.report.steps import Step, StepReport
 from ddp_compile.runtime.comm.step_records import NO_RECORDS
 
 NUM_LAYERS, NUMEL = 4, 1000
@@ -45,7 +46,7 @@ WARM_UP = 3
 
 
 class Truth(NamedTuple):
-    """What a report should say, in seconds."""
+    """What happened in a step, or what its report says, in seconds; the transfer is the mean of all buckets'."""
 
     exposed_s: float
     transfer_s: float
@@ -60,7 +61,8 @@ class Setting(NamedTuple):
         forward_s: Sleep in the forward of each layer.
         backward_s: Sleep in the backward of each layer.
         transfer_s: Of each bucket, one for each layer, on the simulated link.
-        sharded: Whether the optimizer is sharded; then the link is free for ``between_s`` before the next forward.
+        sharded: Whether the optimizer is sharded.
+        between_s: Sleep between the optimizer's step and the next forward.
         late_s: On two ranks on gloo: what one sleeps before its backward. None on the simulated link.
     """
 
@@ -71,17 +73,60 @@ class Setting(NamedTuple):
     between_s: float = 0.0
     late_s: float | None = None
 
-    @property
-    def truth(self) -> Truth:
-        """What follows from the sleeps and from the transfers, which take turns."""
-        gathers_end = NUM_LAYERS * self.transfer_s - self.between_s if self.sharded else 0.0
-        free_at = exposed = max(0.0, gathers_end)  # the forward, which is not compiled, waits for all parameters
-        backward_at = exposed + NUM_LAYERS * self.forward_s
-        for layer in range(NUM_LAYERS):
-            free_at = max(free_at, backward_at + (layer + 1) * self.backward_s) + self.transfer_s
-        exposed += free_at - backward_at - NUM_LAYERS * self.backward_s
-        communication = NUM_LAYERS * self.transfer_s * (2 if self.sharded else 1)
-        return Truth(exposed, self.transfer_s, communication, self.late_s or 0.0)
+
+class Sent(NamedTuple):
+    """When a transfer was handed to the simulated link, and when it was over."""
+
+    launched: float
+    done: float
+
+
+@dataclass
+class Happened:
+    """What a training notes by itself."""
+
+    sent: list[Sent] = field(default_factory=list)
+    backward_ended: float = 0.0  #: the last sleep of a backward
+    truths: list[Truth] = field(default_factory=list)
+
+    def note_step(
+        self, gathers: Sequence[Sent], reductions: Sequence[Sent], forward_began: float, late_s: float
+    ) -> None:
+        """A forward, which is not compiled, waits for all gathers first; a backward waits for all reductions last."""
+        exposed = busy = free_at = 0.0
+        if gathers:
+            exposed += max(0.0, gathers[-1].done - forward_began)
+        if reductions:
+            exposed += max(0.0, reductions[-1].done - self.backward_ended)
+        in_turn = []
+        for each in (*gathers, *reductions):
+            in_turn.append(each.done - max(each.launched, free_at))
+            free_at = each.done
+        busy = sum(in_turn)
+        reduced = in_turn[len(gathers) :]
+        self.truths.append(Truth(exposed, statistics.fmean(reduced) if reduced else 0.0, busy, late_s))
+
+
+class _NotedTransfer:
+    """A transfer that notes when it is over. Its attributes are those of the one that it stands for."""
+
+    def __init__(self, transfer: Any, happened: Happened) -> None:
+        self._transfer, self._happened = transfer, happened
+        self._launched = time.perf_counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transfer, name)
+
+    def apply(self) -> None:
+        self._transfer.apply()
+        self._happened.sent.append(Sent(self._launched, time.perf_counter()))
+
+
+def note_transfers(happened: Happened) -> None:
+    """From now on, of the simulated default group."""
+    link = dist.group.WORLD.line.out  # type: ignore[union-attr]
+    launch = link.launch
+    link.launch = lambda transfer: launch(_NotedTransfer(transfer, happened))
 
 
 SETTINGS = (
@@ -102,30 +147,32 @@ SETTINGS = (
 
 class _Sleeping(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        time.sleep(forward_s)
-        ctx.backward_s = backward_s
+    def forward(ctx: Any, x: Tensor, weight: Tensor, setting: Setting, happened: Happened) -> Tensor:
+        time.sleep(setting.forward_s)
+        ctx.setting, ctx.happened = setting, happened
         ctx.save_for_backward(weight)
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(ctx.backward_s)
         (weight,) = ctx.saved_tensors
-        return gradients[0], torch.zeros_like(weight), None, None
+        gradient = torch.zeros_like(weight)
+        time.sleep(ctx.setting.backward_s)
+        ctx.happened.backward_ended = time.perf_counter()
+        return gradients[0], gradient, None, None
 
 
 class SleepyLayers(nn.Module):
     """Each layer has one parameter, and sleeps in its forward and in its backward."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, happened: Happened) -> None:
         super().__init__()
-        self.setting = setting
+        self.setting, self.happened = setting, happened
         self.weights = nn.ParameterList([nn.Parameter(torch.ones(NUMEL)) for _ in range(NUM_LAYERS)])
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
-            x = _Sleeping.apply(x, weight, self.setting.forward_s, self.setting.backward_s)
+            x = _Sleeping.apply(x, weight, self.setting, self.happened)
         return x
 
 
@@ -137,86 +184,99 @@ def link_of(setting: Setting, world_size: int = 4) -> LinkModel:
 
 
 @torch.compiler.set_stance("force_eager")
-def report_of(setting: Setting, steps: int = STEPS) -> StepReport:
-    """Train in the default process group, and measure."""
-    model: Any = ddp_compile(SleepyLayers(setting), bucket_cap_mb=NUMEL * 4 / 2**20, backend="eager")
+def train(setting: Setting, happened: Happened, steps: int = STEPS) -> list[tuple[Truth, Truth]]:
+    """Train in the default process group; for each step what happened and what the report says."""
+    model: Any = ddp_compile(SleepyLayers(setting, happened), bucket_cap_mb=NUMEL * 4 / 2**20, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if setting.sharded:
         optimizer = shard_optimizer(optimizer, model)
     x = torch.ones(1, requires_grad=True)
     measurement = None
+    is_late = setting.late_s is not None and dist.get_rank() == 1
+    marks = [0, 0]
     for number in range(WARM_UP + steps):
         if number == WARM_UP:
             measurement = model.measure(steps=None)
+        forward_began = time.perf_counter()
         loss = model(x).sum()
-        if setting.late_s is not None and dist.get_rank() == 1:
-            time.sleep(setting.late_s)
+        late_from = time.perf_counter()
+        time.sleep(setting.late_s or 0.0) if is_late else None
+        late_s = time.perf_counter() - late_from if is_late else 0.0
         loss.backward()
+        ended = len(happened.sent)
+        gathers, reductions = happened.sent[marks[0] : marks[1]], happened.sent[marks[1] : ended]
+        happened.note_step(gathers, reductions, forward_began, late_s)
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(setting.between_s)
+        marks = [ended, ended + (NUM_LAYERS if setting.sharded else 0)]
     assert measurement is not None
     measurement.stop()
-    report: StepReport = measurement.report()
+    said = [_said(step, measurement.report()) for step in measurement.report().steps]
     model.unwrap()
-    return report
+    return list(zip(happened.truths[-len(said) :], said, strict=True))
 
 
-def measured(report: StepReport) -> Truth:
-    """Medians over the steps; the lateness is that of the latest rank."""
-
-    def middle(times: Iterable[Any]) -> float:
-        return statistics.median(times)
-
-    transfers = [step.transfer_s(bucket.index) for step in report.steps for bucket in report.buckets]
+def _said(step: Step, report: StepReport) -> Truth:
+    transfers: list[Any] = [step.transfer_s(bucket.index) for bucket in report.buckets]
+    communication_s: Any = step.communication_s
     return Truth(
-        exposed_s=middle(step.exposed_s for step in report.steps),
-        transfer_s=middle(transfers),
-        communication_s=middle(step.communication_s for step in report.steps),
-        lateness_s=middle(max(step.lateness_s(rank.rank) for rank in step.ranks) for step in report.steps),
+        exposed_s=step.exposed_s,
+        transfer_s=statistics.fmean(transfers),
+        communication_s=communication_s,
+        lateness_s=max(step.lateness_s(rank.rank) for rank in step.ranks),
     )
 
 
-def on_simulated_link(setting: Setting, steps: int = STEPS) -> Truth:
+def on_simulated_link(setting: Setting, steps: int = STEPS) -> list[tuple[Truth, Truth]]:
     init_simulated_process_group(link_of(setting), torch.device("cpu"))
     try:
-        return measured(report_of(setting, steps))
+        happened = Happened()
+        note_transfers(happened)
+        return train(setting, happened, steps)
     finally:
         dist.destroy_process_group()
 
 
 def _late_rank(rank: int, store: str, setting: Setting, results: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    found = measured(report_of(setting))
-    if rank == 0:
-        torch.save(tuple(found), results)
+    found = train(setting, Happened())
+    if rank == 1:
+        torch.save([(tuple(true), tuple(said)) for true, said in found], results)
     dist.destroy_process_group()
 
 
 def on_two_ranks(function: Callable[..., None], *arguments: Any) -> Any:
-    """What rank 0 saves."""
+    """What one of them saves."""
     with tempfile.TemporaryDirectory() as folder:
         results = str(Path(folder) / "results")
         mp.spawn(function, args=(str(Path(folder) / "store"), *arguments, results), nprocs=2)
         return torch.load(results, weights_only=False)
 
 
+def error_of(found: Sequence[tuple[Sequence[float], Sequence[float]]], what: str) -> tuple[float, float, float]:
+    """Medians over the steps of what is true, of what is said, and of the relative error."""
+    place = Truth._fields.index(what)
+    pairs = [(true[place], said[place]) for true, said in found]
+    true, said = (statistics.median(values) for values in zip(*pairs, strict=True))
+    return true, said, statistics.median(b / a - 1 for a, b in pairs)
+
+
 def compare(output: Path | None) -> None:
     rows = []
     for setting in SETTINGS:
         is_late = setting.late_s is not None
-        found = Truth(*on_two_ranks(_late_rank, setting)) if is_late else on_simulated_link(setting)
-        names = ["lateness_s"] if is_late else ["exposed_s", "transfer_s", "communication_s"]
+        found = on_two_ranks(_late_rank, setting) if is_late else on_simulated_link(setting)
         shown = {name: value for name, value in setting._asdict().items() if value != Setting._field_defaults[name]}
-        for name in names:
-            true, said = getattr(setting.truth, name), getattr(found, name)
+        for what in ["lateness_s"] if is_late else ["exposed_s", "transfer_s", "communication_s"]:
+            true, said, error = error_of(found, what)
             rows.append(
                 {
                     "setting": " ".join(f"{name}={value}" for name, value in shown.items()),
-                    "what": name.removesuffix("_s"),
+                    "what": what.removesuffix("_s"),
                     "true_ms": round(1e3 * true, 2),
                     "measured_ms": round(1e3 * said, 2),
-                    "error_percent": round(100 * (said / true - 1), 2),
+                    "error_percent": round(100 * error, 2),
                 }
             )
     report_rows(rows, output)
