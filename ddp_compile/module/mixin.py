@@ -22,6 +22,7 @@ from ddp_compile.features.uneven_inputs import JoinOne
 from ddp_compile.module.explanation import explain
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.report.explanation import Explanation
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm
 
@@ -321,9 +322,9 @@ class ReplicatedModule(nn.Module):
         builder = state_of(self).builder
         return builder.sealed or builder.propose()
 
-    def explain(self) -> str:
+    def explain(self) -> Explanation:
         """See `ddp_compile.explain`."""
-        return explain(state_of(self), self.bucket_plan)
+        return explain(state_of(self), self.bucket_plan, original_class(type(self)).__name__)
 
     def unwrap(self) -> nn.Module:
         """See `ddp_compile.unwrap`."""

@@ -107,3 +107,4 @@ from ddp_compile.torch_internals.tensors import (
     to_fake,
     wrapper_subclass,
 )
+from ddp_compile.torch_internals.user_code import UserLine, user_line_of
