@@ -93,11 +93,11 @@ class GraphExplanation:
         buckets = number_of(self.num_buckets, "bucket")
         yield f"graph {self.number}: {buckets}, {how or number_of(len(self.partitions), 'partition')}"
         for part in self.partitions[1:]:
-            yield f"  cut at {part.first_node}{_in_code(part.source)}"
+            yield from _with_source(f"  cut at {part.first_node}", part.source)
         for each in self.not_cut:
-            yield f"  not cut in the forward at {each.node}: {each.reason}{_in_code(each.source)}"
+            yield from _with_source(f"  not cut in the forward at {each.node}: {each.reason}", each.source)
         for each in self.refusals:
-            yield f"  at {each.node}: {each.reason}{_in_code(each.source)}"
+            yield from _with_source(f"  at {each.node}: {each.reason}", each.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,5 +269,7 @@ def _plain(value: object) -> object:
     return asdict(value) if hasattr(value, "__dataclass_fields__") else value  # type: ignore[call-overload]
 
 
-def _in_code(source: SourceLine | None) -> str:
-    return "" if source is None else f" ({source}{': ' if source.code else ''}{source.code})"
+def _with_source(line: str, source: SourceLine | None) -> Iterator[str]:
+    yield line
+    if source is not None:
+        yield f"    {source}  {source.code}".rstrip()
