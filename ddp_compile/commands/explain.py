@@ -195,11 +195,9 @@ def _raising_at(where: str, passes: type[Exception] | tuple[()] = ()) -> Iterato
         raise
     except Exception as error:
         frames = [*traceback.extract_tb(error.__traceback__), *getattr(error, "real_stack", ())]  # Dynamo's is last
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        said = "".join(traceback.format_exception_only(cause)).rstrip()
-        ways_out = [way for word, way in _WAYS_OUT.items() if word in said or any(f.name == word for f in frames)]
+        said = "".join(traceback.format_exception_only(torch_internals.own_error(error))).rstrip()
+        called = {frame.name for frame in frames}
+        ways_out = [way for word, way in _WAYS_OUT.items() if word in called or f" {word} " in said]
         places = [frame for frame in frames if torch_internals.is_of_users(frame.filename)]
         lines = ["; ".join([f"{where} raised, on fake tensors, which have no values", *ways_out]), said]
         lines += [f"at {place.filename}:{place.lineno}: {place.line}" for place in places[-1:]]

@@ -56,6 +56,7 @@ from ddp_compile.torch_internals.fake_training import (
     fake_tensors,
     make_fake,
     num_contributions,
+    own_error,
     quiet_fake_mode,
     traced_only,
 )

@@ -30,16 +30,20 @@ def fake_process_group(world_size: int) -> Iterator[None]:
 def quiet_fake_mode() -> Iterator[Any]:
     """Gives a mode in which tensors are made without memory. Real ones become fake when an operator gets them.
 
-    Inside, torch does not log operators that raise for fake tensors, since their errors reach the caller.
+    Inside, torch does not log operators that raise for fake tensors, nor values that they lack, since such errors reach
+    the caller.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    logs = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "_dynamo.variables.tensor")]
+    before = [log.disabled for log in logs]
     try:
+        for log in logs:
+            log.disabled = True
         yield FakeTensorMode(allow_non_fake_inputs=True)
     finally:
-        log.disabled = before
+        for log, was_disabled in zip(logs, before, strict=True):
+            log.disabled = was_disabled
 
 
 def make_fake(module: nn.Module, fake_mode: Any) -> None:
@@ -85,3 +89,9 @@ def num_contributions(loss: Tensor) -> Counter[int]:
                 seen.add(following)
                 found.append(following)
     return counts
+
+
+def own_error(error: BaseException) -> BaseException:
+    """The error of the code that was traced, which Dynamo wraps in its own."""
+    inner = error.__cause__ or (error.__context__ if type(error).__module__.startswith("torch._dynamo") else None)
+    return error if inner is None else own_error(inner)
