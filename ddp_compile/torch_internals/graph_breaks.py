@@ -12,6 +12,7 @@ at the frame of such a function, because its code is marked as skipped.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -136,6 +137,7 @@ def _last_frame_given_up(after: Any) -> GraphBreak | None:
 
 
 def _in_one_line(reason: str) -> str:
-    """Dynamo's name of the break and its explanation, without hints."""
+    """Dynamo's name of the break and its explanation, without hints, and without addresses, which differ each time."""
+    reason = re.sub(r" at 0x[0-9a-f]+", "", reason)
     lines = [line.strip().removeprefix("Explanation: ") for line in reason.strip().splitlines()[:2]]
     return ": ".join(line for line in lines if line).rstrip(".")
