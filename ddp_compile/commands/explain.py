@@ -11,6 +11,7 @@ its gradients came from one place (Note [Launched before AccumulateGrad]).
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,11 @@ from ddp_compile.module.mixin import original_class, state_of
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
+from ddp_compile.report.explanation_html import format_page
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.validation.named_functions import load_function
+
+log = logging.getLogger(__name__)
 
 _RETURNS = "return a module, (module, inputs), (module, args, kwargs) or (module, args, kwargs, loss)"
 
@@ -67,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split", choices=("auto", "forward", "backward", "none"), default="auto", help="as in ddp_compile()"
     )
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="as in ddp_compile()")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of the explanation, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the explanation as JSON, too")
 
 
@@ -75,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.world_size < 1:
             raise ValueError(f"--world-size {arguments.world_size} is no number of ranks; pass 2 or more")
-        for path in filter(None, [arguments.json]):
+        for path in filter(None, [arguments.html, arguments.json]):
             if not path.parent.is_dir():
                 raise ValueError(f"{path} cannot be written, since there is no folder {path.parent}; make it first")
         settings = {"split": arguments.split, "bucket_cap_mb": arguments.bucket_cap_mb}
@@ -84,8 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"explain: {error}", file=sys.stderr)
         return 2
     print(explanation)
+    if arguments.html is not None:
+        arguments.html.write_text(format_page(explanation), "utf-8")
     if arguments.json is not None:
-        arguments.json.write_text(explanation.to_json())
+        arguments.json.write_text(explanation.to_json(), "utf-8")
     return 0
 
 
@@ -168,6 +176,8 @@ def _explain_step(module: Any, step: _Step, fake_mode: Any) -> Explanation:
             counts = torch_internals.num_contributions(loss)
         with _raising_at("the backward"):
             loss.backward()
+    if missing := {name: p for index, (name, p) in enumerate(state.reduced.items()) if index not in order}:
+        log.warning("%s", error_messages.missing_gradients(missing, len(parameters), static_graph=False))
     plan = _sealed_plan(state, list(order))
     are_from_one_place = [counts[id(p)] == 1 and not have for p, have in zip(parameters, have_hooks, strict=True)]
     watched = {
