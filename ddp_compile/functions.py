@@ -9,6 +9,7 @@ from torch import nn
 
 from ddp_compile.errors import ReplicationError, with_article
 from ddp_compile.module.mixin import ReplicatedModule
+from ddp_compile.report.explanation import Explanation
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -44,14 +45,14 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return ReplicatedModule.no_sync(_replicated(model, "no_sync"))
 
 
-def explain(model: nn.Module) -> str:
-    """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled.
+def explain(model: nn.Module) -> Explanation:
+    """The bucket plan, how each graph was cut and why not, what is launched early, and what could not be compiled.
 
     Args:
         model: A module that ``ddp_compile`` has returned.
 
     Returns:
-        Lines of text.
+        Data, see `Explanation`. ``print`` shows it as text, and ``to_json()`` returns it for programs.
 
     Raises:
         ReplicationError: The module is not replicated.

@@ -19,6 +19,7 @@ class Declined(NamedTuple):
 
     node: str  #: name of the node that it concerns
     reason: str  #: why not, and what happens instead
+    bucket: int | None = None  #: index of the bucket that it concerns
 
 
 class PassResult(NamedTuple):
@@ -93,7 +94,7 @@ def run_pipeline(
         total_changed += num_changed
         declined.extend(refused)
         log.debug("%s: %s changed %d", ctx.graph_name, name, num_changed)
-        for node, reason in refused:
+        for node, reason, _ in refused:
             log.info("%s: %s declined at %s: %s", ctx.graph_name, name, node, reason)
         for observer in observers:
             observer.after_pass(name, gm, num_changed)

@@ -9,6 +9,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,22 +31,38 @@ from ddp_compile.passes.forward.partition_graph import partition_names
 from ddp_compile.passes.pipeline import AotContext, Declined, PassContext, run_pipeline
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketSpec
-from ddp_compile.torch_internals import BackwardPass, GraphEdit
+from ddp_compile.torch_internals import BackwardPass, GraphEdit, UserLine
 
 log = logging.getLogger(__name__)
+
+
+class GraphPart(NamedTuple):
+    """A part of a graph that is compiled by itself."""
+
+    reads: tuple[int, ...]  #: indices of the reduced parameters that it reads
+    first_node: str | None = None  #: name of the node before which the graph is cut; None for the first part
 
 
 class GraphReport(NamedTuple):
     """What was done with one graph."""
 
     graph: int  #: ordinal among the graphs that Dynamo made of the module, recompiled ones included
-    num_buckets: int  #: with gradients from the graph
-    num_partitions: int  #: graphs that were compiled; 1 if nothing was cut
+    buckets: tuple[BucketSpec, ...]  #: with gradients from the graph, numbered as when it was compiled
+    parts: tuple[GraphPart, ...]  #: graphs that were compiled; one if nothing was cut
     #: The cuts that were not made as planned; with ``launches_in_backward``, the buckets that are not launched inside
     #: the backward. Empty for compiled code from a cache.
     declined: tuple[Declined, ...]
     launches_in_backward: bool = False
     not_cut: tuple[Declined, ...] = ()  #: of a graph left whole since it could not be cut for every bucket
+    lines: Mapping[str, UserLine] = MappingProxyType({})  #: of the user, by name of the nodes that are named here
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def num_partitions(self) -> int:
+        return len(self.parts)
 
 
 class TrainingBackend:
@@ -104,7 +121,7 @@ class TrainingBackend:
         has_backward = any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
         if not order or not has_backward:  # no backward if the graph was made under no_grad
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
-            self.reports.append(GraphReport(ordinal, 0, 1, ()))
+            self.reports.append(GraphReport(ordinal, (), (GraphPart(tuple(parameter_of.values())),), ()))
             return await_before(self.compiler.compile(gm, example_inputs, name), parameter_of.values(), self.reducer)
         buckets = self.builder.add_frame([entry.parameter for entry in order])
         table = format_graph_buckets(buckets, [entry.parameter for entry in order])
@@ -120,22 +137,22 @@ class TrainingBackend:
         )
         passes = FORWARD_SPLIT if self.split != "none" and _parts_are_equal(name, example_inputs) else ()
         result = run_pipeline(gm, ctx, passes, [GraphDump(name, table)])
-        names = partition_names(result.gm)
-        num_partitions = max(1, len(names))
-        if num_partitions == 1 < len(buckets) and launches_in_backward:
+        parts = _parts(result.gm, parameter_of)
+        if len(parts) == 1 < len(buckets) and launches_in_backward:
             log.info("%s: left whole, since cutting it in the forward would not launch every bucket early", name)
             return self._compile_whole(result.gm, example_inputs, name, parameter_of, buckets, table, result.declined)
-        log.info("%s: %s, %s", name, number_of(len(buckets), "bucket"), number_of(num_partitions, "partition"))
-        self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
-        parts = {part: result.gm.get_submodule(part) for part in names} or {"whole graph": result.gm}
-        trace_cut(name, {part: read_by(graph) for part, graph in parts.items()}, buckets, self.builder)
+        log.info("%s: %s, %s", name, number_of(len(buckets), "bucket"), number_of(len(parts), "partition"))
+        lines = _lines_of(result.gm, [declined.node for declined in result.declined], parts)
+        self.reports.append(GraphReport(ordinal, tuple(buckets), parts, result.declined, lines=lines))
+        names = partition_names(result.gm) or ["whole graph"]
+        trace_cut(name, {part: each.reads for part, each in zip(names, parts, strict=True)}, buckets, self.builder)
 
         def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], part: str) -> Callable[..., Any]:
             reads = read_by(gm)
             compiled = self.compiler.compile(gm, inputs, f"{part} ({self._named(reads)})")
             return await_before(compiled, reads, self.reducer)
 
-        if num_partitions == 1:
+        if len(parts) == 1:
             return compile_part(result.gm, example_inputs, name)
         return compile_partitions(
             result.gm, example_inputs, lambda gm, inputs, part: compile_part(gm, inputs, f"{part} of {name}")
@@ -165,7 +182,9 @@ class TrainingBackend:
             strides=_strides(example_inputs, parameter_of_input) if self.moves_gradients else {},
         )
         place = len(self.reports)
-        report = GraphReport(place, len(buckets), 1, (), launches_in_backward=True, not_cut=not_cut)
+        parts = (GraphPart(ctx.reads),)
+        lines = _lines_of(gm, [declined.node for declined in not_cut], parts)
+        report = GraphReport(place, ctx.buckets, parts, (), launches_in_backward=True, not_cut=not_cut, lines=lines)
         self.reports.append(report)
 
         def insert_launches(backward: fx.GraphModule, of_the_compiler: Sequence[BackwardPass]) -> None:
@@ -220,6 +239,26 @@ class TrainingBackend:
         ]
         known = self.parameters
         return {n.name: known[id(value)] for n, value in values if isinstance(value, Tensor) and id(value) in known}
+
+
+def _parts(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> tuple[GraphPart, ...]:
+    """The partitions of a graph, or all of it."""
+
+    def reads(part: fx.GraphModule) -> tuple[int, ...]:
+        return tuple(parameter_of[node.name] for node in part.graph.nodes if node.name in parameter_of)
+
+    partitions = [getattr(gm, name) for name in partition_names(gm)]
+    first_nodes = [next(node.name for node in part.graph.nodes if node.op.startswith("call")) for part in partitions]
+    parts = (GraphPart(reads(part), name) for part, name in zip(partitions, [None, *first_nodes[1:]], strict=True))
+    return tuple(parts) if partitions else (GraphPart(reads(gm)),)
+
+
+def _lines_of(gm: fx.GraphModule, nodes: Sequence[str], parts: Sequence[GraphPart]) -> dict[str, UserLine]:
+    """The user's lines that nodes of a graph come from, by name; those in its partitions too."""
+    graphs = [gm, *(getattr(gm, name) for name in partition_names(gm))]
+    named = {*nodes, *(part.first_node for part in parts)}
+    found = {n.name: torch_internals.user_line_of(n) for part in graphs for n in part.graph.nodes if n.name in named}
+    return {name: line for name, line in found.items() if line is not None}
 
 
 def _loses_gradients(name: str) -> CompilationError:

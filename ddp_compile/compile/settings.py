@@ -9,6 +9,8 @@ import torch
 
 from ddp_compile import torch_internals
 
+_DEFAULTS = {"backend": "inductor", "mode": None, "fullgraph": False, "dynamic": None, "options": None}
+
 
 class CompileSettings:
     """The arguments of ``torch.compile``, checked, and the functions made with them.
@@ -45,6 +47,11 @@ class CompileSettings:
             raise ValueError(f"options={options!r} are refused by backend={backend!r}: {error}") from error
         self.fullgraph = fullgraph
         self.dynamic = dynamic
+        given = dict(
+            zip(_DEFAULTS, (getattr(backend, "__name__", backend), mode, fullgraph, dynamic, options), strict=True)
+        )
+        #: Those that differ from their defaults, as in a call.
+        self.chosen = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULTS[name]]
 
     def compile(
         self, function: Callable[..., Any], backend: Callable[..., Any], num_modules: int | None = None

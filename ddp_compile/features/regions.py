@@ -23,8 +23,9 @@ from ddp_compile.compile.backend import EvaluationBackend, RegionBackend
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import RegionClasses
-from ddp_compile.errors import number_of, shorten_names, this_rank
+from ddp_compile.errors import this_rank
 from ddp_compile.features.replica import Replica
+from ddp_compile.report.explanation import Region
 
 #: Called with each graph and its example inputs.
 Backend = Callable[..., Callable[..., Any]]
@@ -163,19 +164,15 @@ class CompiledRegions:
             self._alone.append(module)
             self._replace_calls([module], (training, evaluation), None)
 
-    def explain(self, *, compiled_only: bool = False) -> list[str]:
-        """Lines for ``model.explain()``: one for each class, or only for classes with compiled code."""
-        lines = []
+    def explain(self, *, compiled_only: bool = False) -> list[Region]:
+        """For ``model.explain()``: one for each class, or only for classes with compiled code."""
+        found = []
         for cls, (training, evaluation) in self._backends.items():
             if compiled_only and not training.num_graphs + evaluation.num_graphs:
                 continue
-            names = [name for name, region in self._regions.items() if type(region) is cls]
-            lines.append(
-                f"{number_of(len(names), 'region')} of {cls.__name__} ({shorten_names(names)}):"
-                f" {number_of(training.num_graphs, 'graph')} for training,"
-                f" {number_of(evaluation.num_graphs, 'graph')} for evaluation"
-            )
-        return lines
+            names = tuple(name for name, region in self._regions.items() if type(region) is cls)
+            found.append(Region(cls.__name__, names, training.num_graphs, evaluation.num_graphs))
+        return found
 
     def remove(self) -> None:
         """Restore the regions' own calls."""

@@ -3,47 +3,120 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from ddp_compile.compile.backend import GraphReport, graphs_without_cut
+from ddp_compile.config import ReplicateConfig, caps_from_mib
 from ddp_compile.errors import number_of, this_rank
+from ddp_compile.module.launches import describe_launches, watched_buckets
+from ddp_compile.passes.pipeline import Declined
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.torch_internals import GraphBreaks
+from ddp_compile.report.explanation import (
+    Break,
+    Explanation,
+    Failure,
+    GraphExplanation,
+    Partition,
+    Refusal,
+    SourceLine,
+)
+from ddp_compile.torch_internals import GraphBreaks, UserLine
 
 if TYPE_CHECKING:
     from ddp_compile.module.replicate_state import ReplicateState
 
 
-def explain(state: ReplicateState, plan: BucketPlan) -> str:
-    """The bucket table, how each graph was cut or shared, which cuts were declined, and what could not be compiled."""
-    failures = [f"{failure.graph} runs eagerly: {failure.error}" for failure in state.compiler.failures]
-    reports = [_format_report(report) for report in state.backend.reports]
-    by_region = state.regions.explain(compiled_only=bool(state.breaks))
-    eager = _format_eager(plan, state.builder.region_of) if state.breaks or not state.regions else []
-    by_algorithm = state.reducer.algorithm.sharding.explain()
-    not_compiled = [*eager, *state.breaks.explain()]
-    return "\n".join([plan.format_table(), *reports, *by_region, *not_compiled, *by_algorithm, *failures])
+def explain(
+    state: ReplicateState, plan: BucketPlan, model: str, watched: Mapping[int, str | None] | None = None
+) -> Explanation:
+    """See `Explanation`.
+
+    Args:
+        state: The module's.
+        plan: Its plan, or the plan so far.
+        model: The name of its class.
+        watched: As from `watched_buckets`, which is called if it is None.
+    """
+    watched = watched_buckets(state) if watched is None else watched
+    return Explanation(
+        model=model,
+        world_size=state.process_group.size(),
+        algorithm=state.reducer.algorithm.name,
+        settings=(*_settings(state.config, state.device.type), *state.compile_settings.chosen),
+        plan=plan,
+        launches=describe_launches(state, plan, watched),
+        graphs=tuple(_explain_graph(report, plan) for report in state.backend.reports),
+        regions=tuple(state.regions.explain(compiled_only=bool(state.breaks))),
+        in_no_graph=_in_no_graph(state, plan),
+        breaks=tuple(_breaks(state.breaks)),
+        sharding=tuple(state.reducer.algorithm.sharding.explain()),
+        failures=tuple(Failure(*failure) for failure in state.compiler.failures),
+    )
 
 
-def _format_report(report: GraphReport) -> str:
-    partitions = number_of(report.num_partitions, "partition")
-    how = "launched inside its backward" if report.launches_in_backward else partitions
-    lines = [f"graph {report.graph}: {number_of(report.num_buckets, 'bucket')}, {how}"]
-    lines += [f"  not cut in the forward at {declined.node}: {declined.reason}" for declined in report.not_cut]
-    return "\n".join([*lines, *(f"  at {declined.node}: {declined.reason}" for declined in report.declined)])
+def _explain_graph(report: GraphReport, plan: BucketPlan) -> GraphExplanation:
+    def refusals(declined: Sequence[Declined]) -> tuple[Refusal, ...]:
+        return tuple(
+            Refusal(each.node, each.reason, bucket_of(each.bucket), _source(report.lines.get(each.node)))
+            for each in declined
+        )
 
+    def bucket_of(index: int | None) -> int | None:
+        """The number in the plan of a bucket that had another one when the graph was compiled."""
+        found = [bucket for bucket in report.buckets if bucket.index == index]
+        return plan.bucket_of_parameter[found[0].gradients[0].index] if found else None
 
-def _format_eager(plan: BucketPlan, region_of: Mapping[int, int]) -> list[str]:
-    eager = [bucket for bucket in plan.buckets if bucket.frame is None]
-    in_no_graph = [bucket for bucket in eager if not any(g.index in region_of for g in bucket.gradients)]
-    if len(eager) == len(plan.buckets) or not in_no_graph:  # if nothing is compiled yet, the table says everything
-        return []
-    are, them, they = ("is", "it", "it is") if len(in_no_graph) == 1 else ("are", "them", "they are")
-    return [
-        f"{number_of(len(in_no_graph), 'bucket')} of {len(plan.buckets)} {are} in no graph, since Dynamo does not"
-        f' compile the code that uses {them} (TORCH_LOGS="graph_breaks" says why); {they} launched by hooks, as the'
-        " gradients come"
+    partitions = [
+        Partition(
+            tuple(sorted({plan.bucket_of_parameter[index] for index in part.reads})),
+            part.first_node,
+            _source(report.lines.get(part.first_node or "")),
+        )
+        for part in report.parts
     ]
+    return GraphExplanation(
+        number=report.graph,
+        num_buckets=len(report.buckets),
+        partitions=tuple(partitions),
+        launches_in_backward=report.launches_in_backward,
+        not_cut=refusals(report.not_cut),
+        refusals=refusals(report.declined),
+    )
+
+
+def _source(line: UserLine | None) -> SourceLine | None:
+    return None if line is None else SourceLine(*line)
+
+
+def _breaks(breaks: GraphBreaks) -> list[Break]:
+    return [Break(what, found.reason, SourceLine(*found.place)) for what, found in breaks.explain()]
+
+
+def _in_no_graph(state: ReplicateState, plan: BucketPlan) -> tuple[int, ...]:
+    eager = [bucket for bucket in plan.buckets if bucket.frame is None]
+    # If nothing is compiled yet, the table says everything.
+    if len(eager) == len(plan.buckets) or (state.regions and not state.breaks):
+        return ()
+    region_of = state.builder.region_of
+    return tuple(bucket.index for bucket in eager if not any(g.index in region_of for g in bucket.gradients))
+
+
+def _settings(config: ReplicateConfig, device_type: str) -> list[str]:
+    """The settings that differ from their defaults, as arguments."""
+    default = ReplicateConfig(caps_bytes=caps_from_mib(None, 1.0, device_type))
+    chosen = {field.name: getattr(config, field.name) for field in fields(config)}
+    return [_argument(name, value) for name, value in chosen.items() if value != getattr(default, name)]
+
+
+def _argument(name: str, value: Any) -> str:
+    if name == "caps_bytes":
+        return f"bucket_cap_mb=[{', '.join(f'{cap / 2**20:g}' for cap in value)}]"
+    if name == "delayed":
+        return f"delay_all_reduce_named_params of {number_of(len(value.named), 'parameter')}"
+    if name == "regions" and not isinstance(value, str):
+        return f"regions=[{', '.join(cls.__name__ for cls in value)}]"
+    return f"{name}={sorted(value) if name == 'parameters_to_ignore' else value!r}"
 
 
 def not_called() -> str:
@@ -88,4 +161,4 @@ def all_at_once(plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]
 
 
 def _reasons(breaks: GraphBreaks) -> str:
-    return "".join(f" {line[0].upper()}{line[1:]}." for line in breaks.explain())
+    return "".join(f" {str(each)[0].upper()}{str(each)[1:]}." for each in _breaks(breaks))

@@ -23,6 +23,7 @@ from ddp_compile.features.uneven_inputs import JoinOne
 from ddp_compile.module.explanation import explain
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.report.explanation import Explanation
 from ddp_compile.report.steps import Step
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm
@@ -323,9 +324,9 @@ class ReplicatedModule(nn.Module):
         builder = state_of(self).builder
         return builder.sealed or builder.propose()
 
-    def explain(self) -> str:
+    def explain(self) -> Explanation:
         """See `ddp_compile.explain`."""
-        return explain(state_of(self), self.bucket_plan)
+        return explain(state_of(self), self.bucket_plan, original_class(type(self)).__name__)
 
     def measure(self, steps: int | None = 20) -> Measurement:
         """Record when each bucket is ready, launched, transferred and waited for, on all ranks; see docs/measuring.md.

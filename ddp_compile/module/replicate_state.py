@@ -61,7 +61,7 @@ class ReplicateState:
             # FSDP2 may also send over the group, between our launches, in an order that is not certain.
             ranks = dist.get_process_group_ranks(process_group)
             process_group = group_of(ranks, process_group, next(module.parameters()).device)
-        self.process_group, self.config = process_group, config
+        self.process_group, self.config, self.compile_settings = process_group, config, compile_settings
         self.requires_sync = True
         self.measurement: Measurement | None = None  # the last one
         # Whether ``generate`` or a forward with gradients is under way; see `naming_parameters` and
@@ -367,7 +367,9 @@ class ReplicateState:
         elif not self._num_graphs:
             warning = explanation.nothing_compiled(self.breaks)
         elif self.breaks and self._blocks_have_graphs:
-            warning = explanation.compiled_in_blocks(self.regions.explain(compiled_only=True), self.breaks)
+            warning = explanation.compiled_in_blocks(
+                list(map(str, self.regions.explain(compiled_only=True))), self.breaks
+            )
         # Each region's backward brings its own gradients, however many regions there are.
         elif self.config.split != "none" and (self.breaks or not self.regions) and _needs_overlap(self.process_group):
             warning = explanation.all_at_once(plan, self.config.caps_bytes[-1], self.backend.reports)

@@ -12,28 +12,19 @@ at the frame of such a function, because its code is marked as skipped.
 from __future__ import annotations
 
 import itertools
-import os
-import sysconfig
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from ddp_compile.torch_internals.autograd import never_compile
-
-_OURS = os.path.dirname(os.path.dirname(__file__))
-_TORCH = os.path.dirname(torch.__file__)
-_PYTHON = sysconfig.get_path("stdlib")
-#: The folder of installed packages, which is inside Python's own.
-_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+from ddp_compile.torch_internals.user_code import UserLine, is_of_users, user_line
 
 
 class GraphBreak(NamedTuple):
     reason: str  #: Dynamo's reason, in one line
-    place: str  #: ``file:line`` of the innermost code that is neither torch's nor Python's own
-
-    def __str__(self) -> str:
-        return f"{self.reason}, at {self.place}"
+    place: UserLine  #: of the innermost code that is neither torch's nor Python's own
 
 
 class GraphBreaks:
@@ -63,12 +54,12 @@ class GraphBreaks:
             is_other = given_up is not None and (self._first is None or given_up.reason != self._first.reason)
             self._around_blocks = given_up if is_other else self._first
 
-    def explain(self) -> list[str]:
-        """Lines for ``model.explain()``."""
-        lines = [] if self._first is None else [f"the first graph break: {self._first}"]
-        if self._around_blocks not in (None, self._first):
-            lines.append(f"the graph break that makes Python call the blocks: {self._around_blocks}")
-        return lines
+    def explain(self) -> list[tuple[str, GraphBreak]]:
+        """What each of them is, for ``model.explain()``, and the break."""
+        found = {"the first graph break": self._first}
+        if self._around_blocks != self._first:
+            found["the graph break that makes Python call the blocks"] = self._around_blocks
+        return [(what, each) for what, each in found.items() if each is not None]
 
 
 def tell_when_broken(call: Callable[..., Any], is_broken: Callable[[torch.nn.Module], None]) -> Callable[..., Any]:
@@ -122,9 +113,9 @@ def _last_graph_break() -> GraphBreak | None:
     if not graph_break_reasons:
         return None
     latest = graph_break_reasons[-1]
-    frames = [(frame.filename, frame.lineno) for frame in latest.user_stack]
-    filename, line = [*frames[-1:], *(frame for frame in frames if _is_of_users(frame[0]))][-1]
-    return GraphBreak(_in_one_line(latest.reason), f"{filename}:{line}")
+    frames = [(frame.filename, frame.lineno or 0) for frame in latest.user_stack]
+    filename, line = [*frames[-1:], *(frame for frame in frames if is_of_users(frame[0]))][-1]
+    return GraphBreak(_in_one_line(latest.reason), user_line(filename, line))
 
 
 def _latest_metrics() -> Iterator[Any]:
@@ -139,23 +130,14 @@ def _last_frame_given_up(after: Any) -> GraphBreak | None:
     for metrics in itertools.takewhile(lambda metrics: metrics is not after, _latest_metrics()):
         if metrics.fail_reason and metrics.co_filename:
             filename, line = metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno
-            if filename is None or not _is_of_users(filename):
+            if filename is None or not is_of_users(filename):
                 filename, line = metrics.co_filename, metrics.co_firstlineno
-            return GraphBreak(_in_one_line(metrics.fail_reason), f"{filename}:{line}")
+            return GraphBreak(_in_one_line(metrics.fail_reason), user_line(filename, line))
     return None
 
 
 def _in_one_line(reason: str) -> str:
-    """Dynamo's name of the break and its explanation, without hints."""
+    """Dynamo's name of the break and its explanation, without hints, and without addresses, which differ each time."""
+    reason = re.sub(r" at 0x[0-9a-f]+", "", reason)
     lines = [line.strip().removeprefix("Explanation: ") for line in reason.strip().splitlines()[:2]]
     return ": ".join(line for line in lines if line).rstrip(".")
-
-
-def _is_of_users(filename: str) -> bool:
-    if _is_in(filename, _OURS) or _is_in(filename, _TORCH):
-        return False
-    return any(_is_in(filename, folder) for folder in _INSTALLED) or not _is_in(filename, _PYTHON)
-
-
-def _is_in(filename: str, folder: str) -> bool:
-    return filename.startswith(folder + os.sep)

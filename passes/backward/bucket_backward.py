@@ -73,7 +73,8 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
         )
     early = _before_the_end(gm, gradients)
     for entry in ready[early:]:
-        declined.append(Declined("output", f"bucket {entry.bucket.index} is ready when the graph ends"))
+        index = entry.bucket.index
+        declined.append(Declined("output", f"bucket {index} is ready when the graph ends", index))
     _insert(gm, ctx, ready[:early], gradients[:early])
     return PassResult(gm, early, tuple(declined))
 
@@ -147,13 +148,13 @@ def _find_buckets(gm: fx.GraphModule, ctx: AotContext) -> tuple[list[_ReadyBucke
             g.fqn for g in bucket.gradients if g.index in slot_of and not is_dense_tensor(outputs[slot_of[g.index]])
         ]
         if bucket.is_sparse:
-            declined.append(Declined("output", f"bucket {bucket.index} is sparse"))
+            declined.append(Declined("output", f"bucket {bucket.index} is sparse", bucket.index))
         elif missing:
             reason = f"bucket {bucket.index} waits for gradients from elsewhere: {', '.join(missing)}"
-            declined.append(Declined("output", reason))
+            declined.append(Declined("output", reason, bucket.index))
         elif empty:
             reason = f"bucket {bucket.index} has parameters without a gradient here: {', '.join(empty)}"
-            declined.append(Declined("output", reason))
+            declined.append(Declined("output", reason, bucket.index))
         else:
             slots = [slot_of[g.index] for g in bucket.gradients]
             dtypes = [str(_node(outputs, slot).meta["val"].dtype) for slot in slots]

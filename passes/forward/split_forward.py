@@ -92,10 +92,11 @@ def _place_cuts(gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary
         # At or before the next boundary, this cut makes the bucket ready no earlier than the next bucket's cut does.
         if at <= max(floor, first):
             note = f"bucket {bucket.index} is launched with bucket {following.index}: {because}"
-            declined.append(Declined(nodes[wanted].name, note))
+            declined.append(Declined(nodes[wanted].name, note, bucket.index))
             continue
         if at != wanted:
-            declined.append(Declined(nodes[wanted].name, f"cut moved up to {nodes[at].name}: {because}"))
+            note = f"cut moved up to {nodes[at].name}: {because}"
+            declined.append(Declined(nodes[wanted].name, note, bucket.index))
         cuts.append(at)
         log.debug("%s: cut before %s so that bucket %d is launched early", ctx.graph_name, nodes[at].name, bucket.index)
     return cuts, declined

@@ -103,7 +103,7 @@ def train(run: Run, first: int = 0, last: int | None = None) -> list[Step]:
 def train_both(settings: dict[str, Any]) -> tuple[list[Step], list[Step], str]:
     """Steps with ddp_compile and with DistributedDataParallel, and what the first was compiled to."""
     steps = train(run := prepare(True, **settings))
-    explained = run.model.explain()
+    explained = str(run.model.explain())
     return steps, train(prepare(False, **settings)), explained
 
 

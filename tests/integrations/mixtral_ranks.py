@@ -70,7 +70,7 @@ def train(experts: str, backend: str, split: Any) -> Trained:
         unused |= unused_experts(models[1], tokens(step)[dist.get_rank()])
     assert model._ddp_compile_state.compiler.failures == []
     num_buckets = len(model.bucket_plan.buckets)
-    return Trained(max(to_ddp), max(to_whole), sum(early), num_buckets, unused, model.explain())
+    return Trained(max(to_ddp), max(to_whole), sum(early), num_buckets, unused, str(model.explain()))
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:

@@ -213,7 +213,7 @@ def train(way: Way, cap_mb: float, backend: str) -> Trained:
     buckets = [[gradient.fqn for gradient in bucket.gradients] for bucket in plan.buckets]
     assert model._ddp_compile_state.compiler.failures == []
     differences = largest(to_ddp), largest(to_whole)
-    return Trained(*differences, counter.frame_count, buckets, num_early, num_unused, plan.digest, model.explain())
+    return Trained(*differences, counter.frame_count, buckets, num_early, num_unused, plan.digest, str(model.explain()))
 
 
 def launches_before(model: Any, parameter: Tensor) -> list[bool]:

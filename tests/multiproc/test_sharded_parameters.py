@@ -255,7 +255,7 @@ def forward_in_order(backend: str, split: str) -> list[int | str]:
     for step in range(3):
         plain(model, optimizer, step)
     algorithm = model.comm_algorithm
-    assert "gathered parameters are waited for part by part" in model.explain()
+    assert "gathered parameters are waited for part by part" in str(model.explain())
     wait = algorithm.await_parameters
 
     def noted(indices: Any = None) -> None:

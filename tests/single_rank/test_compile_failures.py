@@ -94,7 +94,7 @@ def test_a_partition_that_does_not_compile_runs_eagerly(warnings_of_ours: Warnin
         " ValueError: no kernel for this. Gradients stay correct, only slower."
     )
     assert all(way_out in warning for way_out in ('TORCH_LOGS="+ddp_compile"', "fullgraph=True", 'backend="aot_eager"'))
-    assert model.explain().endswith(
+    assert str(model.explain()).endswith(
         "partition_1 of graph 0 (2.weight, 2.bias) runs eagerly: ValueError: no kernel for this"
     )
 

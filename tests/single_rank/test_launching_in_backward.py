@@ -228,7 +228,7 @@ def test_a_graph_that_is_compiled_later_launches_early_from_the_next_iteration_t
     # Iterations 1, 2 and 4 are learned from; the second one has the graph that is left whole.
     assert num_early == [0, 5, 5, 5, 5]
     assert later.not_cut
-    explained = model.explain()
+    explained = str(model.explain())
     assert "graph 1: 6 buckets, launched inside its backward\n  not cut in the forward at " in explained
 
 
@@ -317,7 +317,7 @@ def test_buckets_of_experts_that_no_graph_shows_are_launched_by_their_hooks(spli
     inside = [index for index, is_inside in launched if is_inside]
     eager = [bucket.index for bucket in model.bucket_plan.buckets if bucket.frame is None]
     assert len(eager) == 3 and set(eager) <= set(inside), (eager, launched)
-    assert f"\n{len(eager)} buckets of {len(model.bucket_plan.buckets)} are in no graph" in model.explain()
+    assert f"\n{len(eager)} buckets of {len(model.bucket_plan.buckets)} are in no graph" in str(model.explain())
 
 
 def test_auto_cuts_nothing_and_launches_nothing_inside_under_compiled_autograd(

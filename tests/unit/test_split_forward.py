@@ -62,7 +62,7 @@ def test_work_before_the_first_parameter_goes_with_the_last_bucket() -> None:
     assert partitions(result.gm) == [["sin", "matmul"], ["matmul_1"]]
 
 
-ONE_NODE = Declined("addmm", "bucket 0 is launched with bucket 1: one node computes with gradients of both")
+ONE_NODE = Declined("addmm", "bucket 0 is launched with bucket 1: one node computes with gradients of both", 0)
 
 
 def test_two_buckets_that_meet_in_one_node_leave_together() -> None:
@@ -139,14 +139,15 @@ def test_a_cut_that_is_held_moves_up_or_is_not_made_and_every_reason_is_named(
     buckets = [[2], [1], [0]] if function is held_twice else [[1], [0]]
     result = split(function, *buckets)
     assert partitions(result.gm) == expected and result.num_changed == len(expected)
-    assert result.declined == tuple(Declined(*entry) for entry in declined)
+    assert [(each.node, each.reason) for each in result.declined] == declined
+    assert all(f"bucket {each.bucket} " in each.reason or "moved" in each.reason for each in result.declined)
 
 
 def test_with_every_cut_or_none_a_graph_that_misses_one_stays_whole_and_says_why() -> None:
     # A cut that moves still lets its bucket be launched before the next.
     assert len(partitions(split(held_once, [1], [0], every_cut_or_none=True).gm)) == 2
     result = split(held_twice, [2], [1], [0], every_cut_or_none=True)
-    assert result.num_changed == 0 and Declined("matmul_2", TOGETHER) in result.declined
+    assert result.num_changed == 0 and Declined("matmul_2", TOGETHER, 0) in result.declined
 
 
 def test_every_cut_or_none_asks_for_none_within_an_operator() -> None:

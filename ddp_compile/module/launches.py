@@ -1,0 +1,80 @@
+"""When each bucket is launched, and why not earlier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ddp_compile.compile.backend import GraphReport
+from ddp_compile.plan.spec import BucketPlan, BucketSpec
+from ddp_compile.report.explanation import BucketLaunch
+
+if TYPE_CHECKING:
+    from ddp_compile.module.replicate_state import ReplicateState
+
+
+#: Why a bucket that was watched is not launched early.
+MORE_THAN_ONE_PLACE = "its gradients come from more than one place, or hooks see them"
+TOO_EARLY = "another gradient came after it had been launched, so its hooks launch it"
+
+
+def watched_buckets(state: ReplicateState) -> dict[int, str | None]:
+    """For each bucket that the reducer has, why it may not be launched inside a compiled backward; None if it may."""
+    reasons = {False: MORE_THAN_ONE_PLACE, True: TOO_EARLY}
+    return {
+        index: None if bucket.may_launch_early else reasons[bucket.was_launched_too_early]
+        for index, bucket in enumerate(state.reducer.buckets)
+    }
+
+
+def describe_launches(
+    state: ReplicateState, plan: BucketPlan, watched: Mapping[int, str | None]
+) -> tuple[BucketLaunch, ...]:
+    """One for each bucket of a plan.
+
+    Args:
+        state: The module's.
+        plan: Its plan, or the plan so far.
+        watched: As from `watched_buckets`.
+    """
+    return tuple(BucketLaunch(bucket.index, *_launch(state, bucket, watched)) for bucket in plan.buckets)
+
+
+def _launch(state: ReplicateState, bucket: BucketSpec, watched: Mapping[int, str | None]) -> tuple[bool, str]:
+    """Whether a bucket is launched early, and where or why not."""
+    if state.process_group.size() == 1:
+        return False, "there is one rank, so nothing is sent"
+    if not state.backend.reports and not state.regions.num_training_graphs:
+        return False, "nothing has been compiled for training"
+    indices = {gradient.index for gradient in bucket.gradients}
+    report = next((r for r in reversed(state.backend.reports) if _gets_gradients(r, indices)), None)
+    if report is None:
+        in_region = not indices.isdisjoint(state.builder.region_of)
+        return True, "after the backward of a region" if in_region else "by hooks, as the gradients come"
+    # The backward of the first partition that reads a parameter of the bucket comes last.
+    first = next((i for i, part in enumerate(report.parts) if not indices.isdisjoint(part.reads)), 0)
+    if first > 0:
+        return True, "after the backward of a partition"
+    declined = _declined(report, indices)
+    if report.launches_in_backward and not declined and watched.get(bucket.index, TOO_EARLY) is None:
+        return True, "inside the compiled backward"
+    if bucket.frame:  # frames before this one have a backward to come
+        return True, "after the backward of a graph"
+    if len(report.parts) > 1 or len(report.buckets) == 1:
+        return False, "all gradients are there only when the backward of the graph ends"
+    if declined:
+        return False, declined
+    if not report.launches_in_backward:
+        return False, "the graph is not cut"
+    return False, watched.get(bucket.index) or "the first reduced backward shows whether that is safe"
+
+
+def _declined(report: GraphReport, indices: set[int]) -> str:
+    """Why passes left a bucket to its hooks; empty if they did not."""
+    numbers = [bucket.index for bucket in report.buckets if not indices.isdisjoint(g.index for g in bucket.gradients)]
+    of_it = [declined for declined in report.declined if declined.bucket in numbers]
+    return "; ".join(f"it {declined.reason.removeprefix(f'bucket {declined.bucket} ')}" for declined in of_it)
+
+
+def _gets_gradients(report: GraphReport, indices: set[int]) -> bool:
+    return any(not indices.isdisjoint(g.index for g in bucket.gradients) for bucket in report.buckets)

@@ -1,0 +1,275 @@
+"""What ``model.explain()`` returns: the plan, how graphs were cut, what is launched early, and what runs eagerly.
+
+Data of plain Python types. ``str`` of it is a text, `Explanation.to_json` is for programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from ddp_compile.errors import format_ranks, number_of, shorten_names
+from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.report.typed_json import from_document
+
+_JSON_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of the user's code.
+
+    Args:
+        file: Its path.
+        line: Its number; the first one is 1.
+        code: Its text without indentation; empty if the file cannot be read.
+    """
+
+    file: str
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Something that was not done with a graph as planned.
+
+    Args:
+        node: Name of the node of the graph that it concerns.
+        reason: Why not, and what happens instead. A bucket has the number here that it had then.
+        bucket: Number in the plan of the bucket that it concerns.
+        source: The user's line that the node comes from; None for the end of the graph.
+    """
+
+    node: str
+    reason: str
+    bucket: int | None
+    source: SourceLine | None
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A part of a graph that is compiled by itself; all of it if the graph is not cut.
+
+    Args:
+        buckets: Numbers in the plan of the buckets whose parameters it reads.
+        first_node: Name of the node that it begins with, before which the graph is cut; None in the first one.
+        source: The user's line that this node comes from, if it is known.
+    """
+
+    buckets: tuple[int, ...]
+    first_node: str | None
+    source: SourceLine | None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphExplanation:
+    """What was done with one graph.
+
+    Args:
+        number: Among the graphs that Dynamo made of the module, recompiled ones included.
+        num_buckets: How many buckets get gradients from it.
+        partitions: In the order of the forward.
+        launches_in_backward: Whether it is left whole, and buckets are launched inside its backward.
+        not_cut: Of a graph left whole, why it was not cut for every bucket.
+        refusals: Cuts that were not made as planned; with ``launches_in_backward``, buckets that are not launched
+            inside the backward. Empty for compiled code from a cache.
+    """
+
+    number: int
+    num_buckets: int
+    partitions: tuple[Partition, ...]
+    launches_in_backward: bool
+    not_cut: tuple[Refusal, ...]
+    refusals: tuple[Refusal, ...]
+
+    def lines(self) -> Iterator[str]:
+        """The text of it."""
+        how = "launched inside its backward" if self.launches_in_backward else None
+        buckets = number_of(self.num_buckets, "bucket")
+        yield f"graph {self.number}: {buckets}, {how or number_of(len(self.partitions), 'partition')}"
+        for part in self.partitions[1:]:
+            yield from _with_source(f"  cut at {part.first_node}", part.source)
+        for each in self.not_cut:
+            yield from _with_source(f"  not cut in the forward at {each.node}: {each.reason}", each.source)
+        for each in self.refusals:
+            yield from _with_source(f"  at {each.node}: {each.reason}", each.source)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLaunch:
+    """When a bucket is launched.
+
+    Args:
+        bucket: Its number in the plan.
+        is_early: Whether that is while the rest of the backward computes.
+        when: Where in the backward, or why not earlier.
+    """
+
+    bucket: int
+    is_early: bool
+    when: str
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The regions of one class, which share compiled code.
+
+    Args:
+        cls: Name of the class.
+        names: Names of the submodules.
+        num_training_graphs: How many graphs were made for training.
+        num_evaluation_graphs: How many were made for evaluation.
+    """
+
+    cls: str
+    names: tuple[str, ...]
+    num_training_graphs: int
+    num_evaluation_graphs: int
+
+    def __str__(self) -> str:
+        return (
+            f"{number_of(len(self.names), 'region')} of {self.cls} ({shorten_names(self.names)}):"
+            f" {number_of(self.num_training_graphs, 'graph')} for training,"
+            f" {number_of(self.num_evaluation_graphs, 'graph')} for evaluation"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A graph break.
+
+    Args:
+        what: Which one it is.
+        reason: Dynamo's, in one line.
+        source: The user's line.
+    """
+
+    what: str
+    reason: str
+    source: SourceLine
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}, at {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A graph, or one direction of it, that runs eagerly because it could not be compiled.
+
+    Args:
+        graph: Its name, with its parameters.
+        error: The compiler's, in one line.
+    """
+
+    graph: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What was decided for one replicated module, as this rank sees it.
+
+    Args:
+        model: The module's class.
+        world_size: Number of ranks.
+        algorithm: Name of the algorithm.
+        settings: Arguments of ``ddp_compile`` that differ from their defaults, as in a call.
+        plan: The bucket plan, with the owners of a sharded optimizer; ``plan.digest`` identifies it.
+        launches: One for each bucket, in plan order.
+        graphs: The training graphs.
+        regions: For each class that is compiled by itself.
+        in_no_graph: Numbers of the buckets that no graph uses, if something is compiled.
+        breaks: The graph breaks that made Dynamo leave code to Python.
+        sharding: What a sharded optimizer does, a line each.
+        failures: What could not be compiled.
+    """
+
+    model: str
+    world_size: int
+    algorithm: str
+    settings: tuple[str, ...]
+    plan: BucketPlan
+    launches: tuple[BucketLaunch, ...]
+    graphs: tuple[GraphExplanation, ...]
+    regions: tuple[Region, ...]
+    in_no_graph: tuple[int, ...]
+    breaks: tuple[Break, ...]
+    sharding: tuple[str, ...]
+    failures: tuple[Failure, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.plan.format_table(), *self.lines()])
+
+    def lines(self) -> Iterator[str]:
+        """The text without the table of the plan."""
+        settings = f"; {', '.join(self.settings)}" if self.settings else ""
+        yield f"{self.model} on {number_of(self.world_size, 'rank')}, {self.algorithm}{settings}"
+        yield from self._launch_lines()
+        for graph in self.graphs:
+            yield from graph.lines()
+        yield from map(str, self.regions)
+        if self.in_no_graph:
+            are, them, they = ("is", "it", "it is") if len(self.in_no_graph) == 1 else ("are", "them", "they are")
+            yield (
+                f"{number_of(len(self.in_no_graph), 'bucket')} of {len(self.plan.buckets)} {are} in no graph, since"
+                f' Dynamo does not compile the code that uses {them} (TORCH_LOGS="graph_breaks" says why); {they}'
+                " launched by hooks, as the gradients come"
+            )
+        yield from map(str, self.breaks)
+        yield from self.sharding
+        yield from (f"{failure.graph} runs eagerly: {failure.error}" for failure in self.failures)
+
+    def _launch_lines(self) -> Iterator[str]:
+        """A line for each way to launch, the early ones first."""
+        buckets_of: dict[tuple[bool, str], list[int]] = {}
+        for launch in sorted(self.launches, key=lambda launch: not launch.is_early):
+            buckets_of.setdefault((launch.is_early, launch.when), []).append(launch.bucket)
+        for (is_early, when), buckets in buckets_of.items():
+            plural = "s" if len(buckets) > 1 else ""
+            yield f"bucket{plural} {format_ranks(buckets)} {'' if is_early else 'not '}launched early: {when}"
+
+    def to_json(self) -> str:
+        """The explanation as JSON text; paths of source files are absolute."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "plan"}
+        document = {name: _plain(value) for name, value in fields.items()}
+        plan = json.loads(self.plan.to_json())
+        return json.dumps({"version": _JSON_VERSION, "digest": self.plan.digest, "plan": plan, **document})
+
+    @classmethod
+    def from_json(cls, text: str) -> Explanation:
+        """The explanation that `to_json` wrote.
+
+        Raises:
+            ValueError: The text has another version of the format, or is malformed. The error says what is wrong.
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"the explanation cannot be read ({error}); pass what to_json() returned") from error
+        version = document.pop("version", None) if isinstance(document, dict) else None
+        if version != _JSON_VERSION:
+            raise ValueError(
+                f"the explanation has JSON version {version!r}, but this version of ddp_compile reads {_JSON_VERSION};"
+                " write it again with this version"
+            )
+        document.pop("digest", None)
+        plan = BucketPlan.from_json(json.dumps(document.pop("plan", None)))
+        return from_document(cls, document, "the explanation", {"plan": plan})
+
+
+def _plain(value: object) -> object:
+    """Dataclasses as dictionaries."""
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return asdict(value) if hasattr(value, "__dataclass_fields__") else value  # type: ignore[call-overload]
+
+
+def _with_source(line: str, source: SourceLine | None) -> Iterator[str]:
+    yield line
+    if source is not None:
+        yield f"    {source}  {source.code}".rstrip()

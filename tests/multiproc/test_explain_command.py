@@ -1,0 +1,103 @@
+"""``python -m ddp_compile explain`` says what training on real ranks would say, and what is wrong with its input."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import explained
+import pytest
+import torch.distributed as dist
+from explained import CAP_MIB, train
+from in_ci import only
+from rank_pool import Ranks
+
+from ddp_compile.__main__ import main
+from ddp_compile.commands.explain import explain_function
+from ddp_compile.report.explanation import Explanation
+
+CASES = [(name, way) for name in ("layers", "tied", "broken") for way in ("forward", "backward")]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    only([("layers", "forward"), ("layers", "backward"), ("tied", "backward"), ("broken", "backward")], CASES),
+)
+def test_the_command_says_what_training_says(name: str, way: str, ranks: Ranks) -> None:
+    trained, _ = map(Explanation.from_json, ranks(2).run(train, name, way, "aot_eager"))
+    traced = explain_function(f"explained:{name}", 2, {"split": way, "bucket_cap_mb": CAP_MIB})
+    assert traced.plan.digest == trained.plan.digest
+    assert traced == replace(trained, settings=traced.settings)
+    assert any(launch.is_early for launch in traced.launches)
+    if (name, way) == ("broken", "backward"):
+        assert "bucket 3 not launched early: its gradients come from more than one place" in str(traced)
+        assert "\nthe first graph break: " in str(traced) and traced.in_no_graph
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (
+            "explained:wrong_shape",
+            ["the forward raised", "RuntimeError: ", "X [64, 64]", "torch.tanh(layer(x))"],
+        ),
+        ("explained:no_inputs", ["the forward raised", "TypeError: ", "missing 1 required positional argument: 'x'"]),
+        (
+            "explained:raising",
+            ["explained:raising() raised", "LookupError: there is no such layer", "raise LookupError"],
+        ),
+        ("explained:reads_values", ["fake tensors, which have no values", "if x.sum().item() > 0"]),
+        ("explained:bad_loss", ["the loss raised", "AttributeError: ", "no_such_field"]),
+        ("explained:with_group", ["leave it out", "--world-size ranks", 'dist.init_process_group("gloo")']),
+        ("explained:train_itself", ["return the module as it is", "return ddp_compile(Layers())"]),
+        ("explained:lazy", ["nn.Linear(8, 4) instead of nn.LazyLinear(4)", "nn.Sequential(nn.LazyLinear"]),
+        ("explained:a_number", ["returns an int; it must return a module, (module, inputs), (module, args, kwargs)"]),
+        ("explained:three_inputs", ["returns (Layers, int, int); it must return"]),
+        ("explained:missing", ["function 'explained:missing' cannot be imported"]),
+        ("no_such_module:f", ["No module named 'no_such_module'"]),
+        ("explained.layers", ["function 'explained.layers' is not known; pass your own module:function"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_few_lines(
+    function: str, says: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", function]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("explain: ") and "Traceback" not in error and len(error.splitlines()) <= 3
+    assert [text for text in says if text not in error] == []
+    assert not dist.is_initialized()
+
+
+def test_options_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, says in [
+        (["--world-size", "0"], "--world-size 0 is no number of ranks"),
+        (["--json", str(tmp_path / "no" / "folder.json")], "there is no folder"),
+        (["--bucket-cap-mb", "-1"], "bucket_cap_mb=-1.0 must be a positive number"),
+    ]:
+        assert main(["explain", "explained:layers", *options]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_process_group_of_the_caller_is_refused(single_rank_group: None) -> None:
+    with pytest.raises(ValueError, match="a process group exists already"):
+        explain_function("explained:layers", 2, {})
+
+
+def test_parameters_take_no_memory_and_those_made_on_import_are_replaced() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    explanation = explain_function("explained:large", 256, {})
+    assert explanation.plan.num_bytes > 2**39 and explanation.world_size == 256
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+    assert explain_function("explained:made_on_import", 2, {}).launches
+    assert all(type(parameter).__name__ == "FakeTensor" for parameter in explained.REAL.parameters())
+
+
+@pytest.mark.long  # another process imports torch again
+def test_the_command_runs_without_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ddp_compile", "explain", "explained:layers", "--json", str(tmp_path / "e.json")]
+    done = subprocess.run(command, cwd=Path(explained.__file__).parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"{Explanation.from_json((tmp_path / 'e.json').read_text())}\n" == done.stdout

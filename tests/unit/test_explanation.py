@@ -1,0 +1,135 @@
+"""Explanations as data: JSON and back, what is wrong with JSON, and HTML that shows any text as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from plans import gradients, plan_in_frames
+
+from ddp_compile.report.colors import bucket_color
+from ddp_compile.report.explanation import (
+    Break,
+    BucketLaunch,
+    Explanation,
+    Failure,
+    GraphExplanation,
+    Partition,
+    Refusal,
+    Region,
+    SourceLine,
+)
+from ddp_compile.report.explanation_html import format_fragment, format_page
+
+HOSTILE = "<script>alert('&amp;')</script>\""
+LINE = SourceLine(f"/a b/{HOSTILE}.py", 7, f"x = y < z  # {HOSTILE}")
+
+
+def explanation() -> Explanation:
+    """Everything there is, each with a text that is markup unless it is escaped."""
+    refusal = Refusal(HOSTILE, f"reason {HOSTILE}", 0, LINE)
+    parts = (Partition((1,), None, None), Partition((0, 1), HOSTILE, LINE))
+    return Explanation(
+        model=HOSTILE,
+        world_size=3,
+        algorithm=HOSTILE,
+        settings=(f"backend={HOSTILE!r}",),
+        plan=plan_in_frames(gradients(10, 20, 30), [0, 1], cap_bytes=30),
+        launches=(
+            BucketLaunch(0, True, HOSTILE),
+            BucketLaunch(1, False, "because"),
+            BucketLaunch(2, True, HOSTILE),
+        ),
+        graphs=(
+            GraphExplanation(0, 2, parts, False, (), (refusal, replace(refusal, source=None, bucket=None))),
+            GraphExplanation(1, 0, (Partition((), None, None),), True, (refusal,), ()),
+        ),
+        regions=(Region(HOSTILE, ("a", "b"), 1, 0),),
+        in_no_graph=(2,),
+        breaks=(Break("the first graph break", HOSTILE, LINE),),
+        sharding=(HOSTILE,),
+        failures=(Failure(HOSTILE, HOSTILE),),
+    )
+
+
+def test_json_and_back() -> None:
+    text = explanation().to_json()
+    assert Explanation.from_json(text) == explanation()
+    assert json.loads(text)["digest"] == explanation().plan.digest
+    assert str(Explanation.from_json(text)) == str(explanation())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "has JSON version 2, but this version of ddp_compile reads 1"),
+        ({"model": 3}, "model of the explanation is 3, not of type str"),
+        ({"world_size": True}, "world_size of the explanation is True, not of type int"),
+        ({"launches": [{"bucket": 0, "is_early": True}]}, "launches of the explanation is .*, not an object with the"),
+        ({"more": 1}, "the explanation is .*, not an object with the keys"),
+        ({"plan": {}}, "bucket plan is malformed"),
+        ({"settings": "split"}, "settings of the explanation is 'split', not of type tuple"),
+    ],
+)
+def test_malformed_json(change: dict[str, object], says: str) -> None:
+    document = json.loads(explanation().to_json()) | change
+    with pytest.raises(ValueError, match=says):
+        Explanation.from_json(json.dumps(document))
+    with pytest.raises(ValueError, match="cannot be read"):
+        Explanation.from_json("{")
+    with pytest.raises(ValueError, match="JSON version None"):
+        Explanation.from_json("[]")
+
+
+def test_launches_are_grouped_and_the_early_ones_come_first() -> None:
+    lines = str(explanation()).splitlines()
+    assert f"buckets 0, 2 launched early: {HOSTILE}" in lines
+    assert (
+        lines.index("bucket 1 not launched early: because")
+        == lines.index(f"buckets 0, 2 launched early: {HOSTILE}") + 1
+    )
+
+
+class Tags(HTMLParser):
+    """The open tags at each point, everything that was opened, attributes of all, and the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes += attrs
+        if tag not in ("br", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("shown", [format_fragment, format_page])
+def test_html_is_closed_loads_nothing_and_shows_any_text_as_text(shown: object) -> None:
+    assert callable(shown)
+    html = shown(explanation())
+    tags = Tags()
+    tags.feed(html)
+    assert tags.open == [] and "script" not in tags.seen
+    assert not {name for name, _ in tags.attributes} & {"src", "href", "onclick"} and "url(" not in html
+    assert re.sub(r"\s+", " ", tags.text).count(HOSTILE) >= 15
+    for index in range(3):
+        assert f"background: {bucket_color(index)}" in html
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_an_empty_explanation_has_no_graphs_and_no_list() -> None:
+    bare = replace(explanation(), graphs=(), regions=(), in_no_graph=(), breaks=(), sharding=(), failures=())
+    assert "<h3" not in format_page(bare) and "<ul" not in format_page(bare)
