@@ -32,10 +32,15 @@ For needed(k) stands the earliest need of the first i gradients. That changes no
 gathered later. So three numbers say all about the first k buckets: when the link is free, F; how late gathers get that
 begin with the k-th, W = gather(k) + max(W of the buckets before, -needed(k)); and L so far. Labels (F, W, L, k) that
 another label beats in all four are dropped, and so are those whose bound exceeds the best plan known.
+
+That is exact, and too slow for thousands of gradients. So if there are more than `EXACT_PIECES`, some places for
+boundaries are chosen, evenly by bytes. Then the boundaries that are best there are moved: places are chosen around
+them, twice as close each time, until they are next to each other. The result is not proved to be the optimum.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +51,9 @@ from torch import Tensor
 
 from ddp_compile.plan.costs import Costs
 from ddp_compile.plan.schedule import Load, predict
+
+#: Up to so many pieces, plans for sharded optimizers are optimal.
+EXACT_PIECES = 48
 
 #: Times that differ by less are taken to be equal, so that rounding does not multiply the labels.
 _EPSILON_S = 1e-12
@@ -72,7 +80,12 @@ def optimal_ends(pieces: Sequence[Piece], costs: Costs, largest_bytes: int | Non
         return []
     problem = _Problem.of(pieces, largest_bytes)
     if costs.gather is not None:
-        return _with_gathers(problem, costs, pieces)
+        plans = _known_plans(problem, costs)
+        few = [ends for ends in plans if len(ends) <= EXACT_PIECES] or plans
+        ends = min(few, key=lambda ends: predict(merged(pieces, ends), costs).step_s)
+        if len(pieces) <= EXACT_PIECES:
+            return _with_gathers(problem, costs, pieces, ends)
+        return _refined(problem, costs, pieces, ends, largest_bytes)
     return _with_launches(problem, costs) if costs.launch_s else _without_launches(problem, costs)
 
 
@@ -80,14 +93,8 @@ def merged(pieces: Sequence[Piece], ends: Sequence[int]) -> list[Load]:
     """The loads of the buckets that end there."""
     loads = []
     for begin, end in itertools.pairwise([0, *ends]):
-        inside = [piece.load for piece in pieces[begin:end]]
-        loads.append(
-            Load(
-                sum(load.num_bytes for load in inside),
-                max(load.ready_s for load in inside),
-                min(load.needed_s for load in inside),
-            )
-        )
+        sizes, ready_s, needed_s = zip(*(piece.load for piece in pieces[begin:end]), strict=True)
+        loads.append(Load(sum(sizes), max(ready_s), min(needed_s)))
     return loads
 
 
@@ -156,13 +163,18 @@ def _with_launches(problem: _Problem, costs: Costs) -> list[int]:
     before: list[Tensor] = []
     for number in itertools.count(1):
         launched_s = ready_s + number * costs.launch_s
+        # The last piece is launched after all launches, and the link is never free if it is slow.
+        least_s = max(
+            float(launched_s[-1]) + costs.reduce.time_s(problem.sent[-1] - problem.sent[-2]),
+            float(ready_s[1]) + costs.launch_s + number * costs.reduce.latency_s + float(sending_s[-1]),
+        )
         busy = torch.searchsorted(held_s, launched_s, right=True)
         chosen = [torch.maximum(first, torch.minimum(last, j)).clamp(min=0) for j in (busy - 1, busy)]
         ends = [torch.maximum(held_s[j], launched_s) - sending_s[j] for j in chosen]
         end_s = torch.minimum(*ends) + costs.reduce.latency_s + sending_s
         better = end_s < held_s
         better[0] = False
-        if not better.any():
+        if not better.any() or held_s[-1] <= least_s:
             break
         # -1 stands for a schedule of fewer launches.
         before.append(torch.where(better, torch.where(ends[1] < ends[0], chosen[1], chosen[0]), -1))
@@ -175,11 +187,43 @@ def _with_launches(problem: _Problem, costs: Costs) -> list[int]:
     return result[::-1]
 
 
-def _with_gathers(problem: _Problem, costs: Costs, pieces: Sequence[Piece]) -> list[int]:
+def _refined(
+    problem: _Problem, costs: Costs, pieces: Sequence[Piece], ends: list[int], largest_bytes: int | None
+) -> list[int]:
+    """Boundaries from coarse to fine, see Note [Two transfers a bucket]. ``ends`` are the best ones known."""
+    last = len(pieces)
+    shares = [problem.sent[-1] * i / EXACT_PIECES for i in range(1, EXACT_PIECES)]
+    places = {*ends, *(bisect.bisect_left(problem.sent, share) for share in shares)}
+    reach = last
+    while True:
+        chosen = _with_room(sorted(place for place in places if 0 < place <= last), problem.first)
+        parts = [
+            Piece(load, pieces[begin].opens)
+            for load, begin in zip(merged(pieces, chosen), [0, *chosen[:-1]], strict=True)
+        ]
+        numbers = {place: number for number, place in enumerate(chosen, start=1)}
+        known = [numbers[end] for end in ends]
+        ends = [chosen[number - 1] for number in _with_gathers(_Problem.of(parts, largest_bytes), costs, parts, known)]
+        if reach == 1:
+            return ends
+        reach = max(1, min(reach, 2 * last // EXACT_PIECES) // 2)
+        places = {*ends, *(end + step for end in ends for step in (-reach, reach))}
+
+
+def _with_room(places: Sequence[int], first: Sequence[int]) -> list[int]:
+    """The places, and those that are needed so that no bucket between two of them is too large, or of two kinds."""
+    chosen = [0]
+    for place in places:
+        while first[place] > chosen[-1]:
+            chosen.append(bisect.bisect_right(first, chosen[-1]) - 1)
+        chosen.append(place)
+    return list(dict.fromkeys(chosen))[1:]
+
+
+def _with_gathers(problem: _Problem, costs: Costs, pieces: Sequence[Piece], known: list[int]) -> list[int]:
     """Note [Two transfers a bucket]. The labels have L + k launch_s for L, which the end of the step depends on."""
     bounds = _Bounds.of(problem, costs)
-    known = _known_plans(problem, costs)
-    best_s, ends = min((bounds.end_s(predict(merged(pieces, ends), costs).step_s), ends) for ends in known)
+    best_s = bounds.end_s(predict(merged(pieces, known), costs).step_s)
     labels, num_pieces = _Labels(), len(problem.sent) - 1
     for i in range(1, num_pieces + 1):
         begin = max(problem.first[i], bounds.first(i, best_s))
@@ -189,7 +233,7 @@ def _with_gathers(problem: _Problem, costs: Costs, pieces: Sequence[Piece]) -> l
         found, came_from = found[:, alive], came_from[alive]
         kept = _undominated(bounds.until_next(found, i))
         labels.add(i, found[:, kept], came_from[kept])
-    return labels.best_ends() or ends
+    return labels.best_ends() or known
 
 
 def _known_plans(problem: _Problem, costs: Costs) -> list[list[int]]:

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ddp_compile.plan.spec import GradientSpec
+from ddp_compile.plan.costs import Costs
+from ddp_compile.plan.optimum import Piece, merged, optimal_ends
+from ddp_compile.plan.schedule import Load, predict
+from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, GradientSpec
 
 #: Dtype and device, those of all gradients of a bucket; and for a sparse gradient its index, since it is alone.
 Kind = tuple[str, str, int | None]
@@ -155,3 +158,46 @@ class _Filling:
         if self._open:
             self.closed.append(Group(self._open, self.cap_bytes))
             self._open, self._num_bytes = [], 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeastTime(Planner):
+    """Ends the step as early as possible by its costs; see `ddp_compile.plan.optimum` for when that is exact.
+
+    Gradients of several dtypes or devices are planned twice: each kind as if it were alone, and all together with a
+    boundary wherever the kind changes. The better one is taken, which need not be the best one of all.
+
+    Args:
+        costs: Of the model's gradients, by index.
+        largest_bytes: No bucket of several gradients is larger.
+    """
+
+    costs: Costs
+    largest_bytes: int | None = None
+
+    def group(self, atoms: Sequence[Atom]) -> list[Group]:
+        streams = streams_of(atoms)
+        plans = [in_launch_order(group for stream in streams for group in self._cut(stream))]
+        if len(streams) > 1:
+            plans.append(self._cut(atoms))
+        return min(plans, key=self._step_s)
+
+    def _cut(self, atoms: Sequence[Atom]) -> list[Group]:
+        pieces = [
+            Piece(self._load(atom), opens=i > 0 and atom.kind != atoms[i - 1].kind) for i, atom in enumerate(atoms)
+        ]
+        ends = optimal_ends(pieces, self.costs, self.largest_bytes)
+        loads = merged(pieces, ends)
+        return [
+            Group(atoms[begin:end], max(1, load.num_bytes))
+            for begin, end, load in zip([0, *ends[:-1]], ends, loads, strict=True)
+        ]
+
+    def _load(self, atom: Atom) -> Load:
+        index, num_bytes = atom.gradient.index, atom.gradient.num_bytes
+        padded = -(-num_bytes // PADDED_ALIGNMENT_BYTES) * PADDED_ALIGNMENT_BYTES
+        return Load(padded, self.costs.ready_s[index], self.costs.needed_s[index] if self.costs.needed_s else 0.0)
+
+    def _step_s(self, groups: Sequence[Group]) -> float:
+        loads = [merged([Piece(self._load(atom)) for atom in group.atoms], [len(group.atoms)])[0] for group in groups]
+        return predict(loads, self.costs).step_s

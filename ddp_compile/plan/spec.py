@@ -62,7 +62,7 @@ class BucketSpec:
         index: Position in the plan, which is the launch order.
         gradients: The gradients in the bucket.
         cap_bytes: The capacity it was packed to. A bucket closes when it has reached its capacity, so it can be
-            larger by less than its last gradient.
+            larger by less than its last gradient. Its own size, if it was not packed to a capacity.
         frame: Ordinal of the compiled frame that the bucket belongs to; None for the eager tail.
         layout: ``"padded"`` starts each gradient at a multiple of `PADDED_ALIGNMENT_BYTES`, ``"ddp"`` leaves no gaps.
     """
