@@ -49,7 +49,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_compile.plan.costs import Costs
+from ddp_compile.plan.costs import Collective, Costs
 from ddp_compile.plan.schedule import Load, predict
 
 #: Up to so many pieces, plans for sharded optimizers are optimal.
@@ -348,8 +348,8 @@ class _Bounds:
         before = self.sent[positions]
         num_bytes = self.sent[i] - before
         number = labels[3] + 1
-        free_s = torch.maximum(labels[0], self.ready_s[i] + number * launch_s) + reduce.time_s(num_bytes)
-        wait_s = labels[1].clamp(min=float(self.wanted_s[i])) + gather.time_s(num_bytes)
+        free_s = torch.maximum(labels[0], self.ready_s[i] + number * launch_s) + _times_s(reduce, num_bytes)
+        wait_s = labels[1].clamp(min=float(self.wanted_s[i])) + _times_s(gather, num_bytes)
         late_s = torch.maximum(labels[2], wait_s - self.costs.step_s_per_byte * before) + launch_s
         return torch.stack([free_s, wait_s, late_s, number])
 
@@ -380,6 +380,10 @@ class _Bounds:
                 number * launch_s,
             ]
         )
+
+
+def _times_s(collective: Collective, num_bytes: Tensor) -> Tensor:
+    return collective.latency_s + collective.s_per_byte * num_bytes
 
 
 def _undominated(values: Tensor) -> Tensor:
