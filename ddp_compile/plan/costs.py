@@ -90,6 +90,37 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """A step of one model without communication. The arguments are those of `Costs`, in seconds.
+
+    Args:
+        ready_s: See `Costs`.
+        needed_s: See `Costs`.
+        forward_s: See `Costs`.
+        launch_s: See `Costs`.
+        step_s_per_byte: Of an optimizer that is not sharded.
+    """
+
+    ready_s: Sequence[float]
+    needed_s: Sequence[float]
+    forward_s: float
+    launch_s: float = 0.0
+    step_s_per_byte: float = 0.0
+
+    def with_transfers(self, reduce: Collective, gather: Collective | None = None, shards: int = 1) -> Costs:
+        """The costs with these transfers, if each rank steps one of ``shards`` parts."""
+        return Costs(
+            reduce=reduce,
+            ready_s=self.ready_s,
+            launch_s=self.launch_s,
+            step_s_per_byte=self.step_s_per_byte / shards,
+            forward_s=self.forward_s,
+            gather=gather,
+            needed_s=self.needed_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """What a training step of one model costs, on one rank, apart from how its gradients are grouped.
 

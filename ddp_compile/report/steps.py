@@ -11,14 +11,17 @@ that waits for them. They may have been launched before it began; such times are
 Note [Late ranks]
 A collective moves nothing before its last rank has launched it. So the time from one rank's launch to the end is not
 the transfer's: it contains the wait for the last rank. `Step.transfer_s` begins with the last launch, or with the end
-of the transfer before it if they share a link; `Step.lateness_s` is what remains.
+of the transfer before it, as all share one link. What a rank waits before the last launch it waits for a late rank;
+`Step.exposed_s` is what it waits after it. `Step.lateness_s` says which rank came late, and by how much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median, median_low
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["reduce", "gather"]
 
@@ -99,10 +102,49 @@ class RankStep:
         """What this rank waited for communication: for each transfer, and for the algorithm as a whole."""
         return sum(transfer.exposed_s for transfer in self.transfers) + self.drained_s
 
+    @property
+    def duration_s(self) -> float:
+        """From its first forward to the last gradient."""
+        return self.ended - self.began
+
+    @property
+    def launching_s(self) -> float:
+        """What it spent launching: more than a moment if an algorithm waits inside its ``launch``."""
+        return self._covered_s((t.launched, t.launch_returned) for t in self.transfers)
+
+    @property
+    def computation_s(self) -> float:
+        """The rest: neither waited, nor launched."""
+        launches = [(t.launched, t.launch_returned) for t in self.transfers]
+        return max(0.0, self.duration_s - self._covered_s([*launches, *_waits(self.transfers)]) - self.drained_s)
+
+    def _covered_s(self, intervals: Iterable[tuple[float, float]]) -> float:
+        """How much of the step is in any of these."""
+        return covered((max(begin, self.began), min(end, self.ended)) for begin, end in intervals)
+
+
+class _OnAllRanks(NamedTuple):
+    """One transfer on all ranks that have it."""
+
+    bucket: int
+    kind: Kind
+    by_rank: Mapping[int, Transfer]
+    launched: float  #: by the last rank
+    began: float  #: when the link was free after that
+    done: float | None
+
+    @property
+    def transfer_s(self) -> float | None:
+        return None if self.done is None else max(0.0, self.done - self.began)
+
+    def exposed_s(self, rank: int) -> float:
+        """What a rank waited after the last rank had launched it."""
+        return covered((max(begin, self.launched), end) for begin, end in _waits([self.by_rank[rank]]))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of all ranks.
+    """One step of all ranks; of one rank if it comes from ``model.comm_stats()``, which knows of no late ranks.
 
     Args:
         number: Number of the iteration, the same on every rank; the first one is 1.
@@ -111,6 +153,132 @@ class Step:
 
     number: int
     ranks: tuple[RankStep, ...]
+
+    @property
+    def duration_s(self) -> float:
+        """From the first rank's begin to the last rank's end."""
+        return max(rank.ended for rank in self.ranks) - min(rank.began for rank in self.ranks)
+
+    @property
+    def computation_s(self) -> float:
+        """Median over the ranks."""
+        return median(rank.computation_s for rank in self.ranks)
+
+    @property
+    def launching_s(self) -> float:
+        """Median over the ranks."""
+        return median(rank.launching_s for rank in self.ranks)
+
+    @property
+    def communication_s(self) -> float | None:
+        """How long the link was busy, without waits for late ranks; None if some transfer's end is not known."""
+        transfers = self._transfers()
+        if any(each.done is None for each in transfers):
+            return None
+        return covered((each.began, each.done) for each in transfers if each.done is not None)
+
+    @property
+    def exposed_s(self) -> float:
+        """The most that a rank waited for communication, without its waits for late ranks."""
+        transfers = self._transfers()
+        return max(
+            sum(each.exposed_s(rank.rank) for each in transfers if rank.rank in each.by_rank) + rank.drained_s
+            for rank in self.ranks
+        )
+
+    @property
+    def drained_s(self) -> float:
+        """The most that a rank waited for the algorithm as a whole."""
+        return max(rank.drained_s for rank in self.ranks)
+
+    @property
+    def exposed_by_bucket(self) -> dict[int, float]:
+        """For each bucket that was sent, the most that a rank waited for it, without waits for late ranks."""
+        exposed: dict[int, float] = {}
+        for each in self._transfers():
+            most = max(each.exposed_s(rank) for rank in each.by_rank)
+            exposed[each.bucket] = exposed.get(each.bucket, 0.0) + most
+        return exposed
+
+    @property
+    def most_exposed_bucket(self) -> int | None:
+        """Index of the bucket that a rank waited for the longest; None if none waited."""
+        exposed = self.exposed_by_bucket
+        return max(exposed, key=lambda bucket: exposed[bucket]) if any(exposed.values()) else None
+
+    def transfer_s(self, bucket: int, kind: Kind = "reduce") -> float | None:
+        """How long a transfer occupied the link, see Note [Late ranks]; None if its end is not known.
+
+        Args:
+            bucket: Index of the bucket.
+            kind: Which of its transfers.
+
+        Raises:
+            IndexError: There was no such transfer in this step.
+        """
+        transfers = self._transfers()
+        times = [each.transfer_s for each in transfers if (each.bucket, each.kind) == (bucket, kind)]
+        if not times:
+            there = ", ".join(str(each.bucket) for each in transfers if each.kind == kind) or "none"
+            raise IndexError(f"bucket={bucket!r} has no {kind} in step {self.number}; the buckets that have: {there}")
+        return None if None in times else sum(time for time in times if time is not None)
+
+    def lateness_s(self, rank: int) -> float:
+        """The most by which a rank launched something later than the (lower) median of the ranks did.
+
+        Args:
+            rank: Global rank.
+
+        Raises:
+            ValueError: The step has no such rank.
+        """
+        self.of_rank(rank)
+        late = [
+            each.by_rank[rank].launched - median_low(other.launched for other in each.by_rank.values())
+            for each in self._transfers()
+            if rank in each.by_rank
+        ]
+        return max([0.0, *late])
+
+    def of_rank(self, rank: int) -> RankStep:
+        """The step of one rank.
+
+        Args:
+            rank: Global rank.
+
+        Raises:
+            ValueError: The step has no such rank.
+        """
+        for each in self.ranks:
+            if each.rank == rank:
+                return each
+        ranks = ", ".join(str(each.rank) for each in self.ranks)
+        raise ValueError(f"rank={rank!r} is not in step {self.number}; it has the ranks {ranks}")
+
+    def __str__(self) -> str:
+        from ddp_compile.report.text import format_step
+
+        return format_step(self)
+
+    def _transfers(self) -> list[_OnAllRanks]:
+        """All transfers in the order of their launches, which is the same on every rank."""
+        by_key: dict[tuple[str, int, int], dict[int, Transfer]] = {}
+        for rank in self.ranks:
+            seen: dict[tuple[str, int], int] = {}
+            for transfer in rank.transfers:
+                name = (transfer.kind, transfer.bucket)
+                seen[name] = seen.get(name, 0) + 1
+                by_key.setdefault((*name, seen[name]), {})[rank.rank] = transfer
+        transfers = []
+        free_at = float("-inf")
+        for by_rank in by_key.values():
+            first = next(iter(by_rank.values()))
+            launched = max(transfer.launched for transfer in by_rank.values())
+            ends = [transfer.done for transfer in by_rank.values() if transfer.done is not None]
+            done = max(ends) if len(ends) == len(by_rank) else None
+            transfers.append(_OnAllRanks(first.bucket, first.kind, by_rank, launched, max(launched, free_at), done))
+            free_at = free_at if done is None else max(free_at, done)
+        return transfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,3 +302,53 @@ class StepReport:
     steps: Sequence[Step]
     clock_error_s: float
     device: str
+
+    def to_json(self) -> str:
+        """As text, for `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepReport:
+        """The report of a text that `to_json` has returned.
+
+        Raises:
+            ValueError: It is another text.
+        """
+        try:
+            return _report_of(json.loads(text))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not the JSON of a StepReport: {error!r}; pass what to_json() has returned") from error
+
+    def __str__(self) -> str:
+        from ddp_compile.report.text import format_report
+
+        return format_report(self)
+
+
+def _report_of(fields: dict[str, Any]) -> StepReport:
+    buckets = tuple(BucketInfo(**{**bucket, "names": tuple(bucket["names"])}) for bucket in fields["buckets"])
+    return StepReport(**{**fields, "buckets": buckets, "steps": [_step_of(step) for step in fields["steps"]]})
+
+
+def _step_of(fields: dict[str, Any]) -> Step:
+    ranks = tuple(
+        RankStep(**{**rank, "transfers": tuple(Transfer(**transfer) for transfer in rank["transfers"])})
+        for rank in fields["ranks"]
+    )
+    return Step(number=fields["number"], ranks=ranks)
+
+
+def _waits(transfers: Iterable[Transfer]) -> Iterator[tuple[float, float]]:
+    for transfer in transfers:
+        if transfer.waited_from is not None and transfer.waited_until is not None:
+            yield transfer.waited_from, transfer.waited_until
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of what is in at least one of these intervals; those that end before they begin are empty."""
+    length, until = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        if end > max(begin, until):
+            length += end - max(begin, until)
+            until = end
+    return length

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ddp_compile.errors import with_article
 
 
-def load_function(setting: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
+def load_function(setting: str, name: str, known: Collection[str]) -> Callable[..., Any]:
     """The function that ``module:function`` names. Modules in the working directory are found too.
 
     Raises:
@@ -18,9 +18,8 @@ def load_function(setting: str, name: str, known: Iterable[str]) -> Callable[...
     """
     module_name, colon, function_name = name.partition(":")
     if not colon:
-        raise ValueError(
-            f"{setting} {name!r} is not known; pass one of {', '.join(known)}, or your own module:function"
-        )
+        one_of = f"one of {', '.join(known)}, or " if known else ""
+        raise ValueError(f"{setting} {name!r} is not known; pass {one_of}your own module:function")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

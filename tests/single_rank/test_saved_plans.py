@@ -36,7 +36,7 @@ def test_a_saved_plan_is_reduced_by_whatever_the_capacities_and_survives_the_sec
     saved = trained(model_of(), bucket_cap_mb=400 / 2**20, first_bucket_cap_mb=1.0).bucket_plan
     assert len(saved.buckets) == 2
     saved.save(path)
-    assert BucketPlan.load(path) == saved and [each.name for each in tmp_path.iterdir()] == ["plan.json"]
+    assert BucketPlan.load(path) == saved and not list(tmp_path.glob("*.tmp"))
     plan = trained(model_of(), bucket_plan=path).bucket_plan
     assert plan == saved
     with torch.compiler.set_stance("force_eager"):  # all buckets would be packed anew
