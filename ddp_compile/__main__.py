@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ddp_compile.bench import cli as bench
+from ddp_compile.commands import plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,7 +16,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     bench_parser = commands.add_parser("bench", help="time ddp_compile and everything it can be compared with")
     bench.add_arguments(bench_parser)
-    return bench.run(parser.parse_args(arguments))
+    plan_parser = commands.add_parser("plan", help="predict steps on ranks that are not here, and the best buckets")
+    plan.add_arguments(plan_parser)
+    parsed = parser.parse_args(arguments)
+    return plan.run(parsed) if parsed.command == "plan" else bench.run(parsed)
 
 
 if __name__ == "__main__":

@@ -37,15 +37,16 @@ def computation_of(report: StepReport, names: Sequence[str], sizes: Sequence[int
     if measured != set(names):
         only_there, only_here = sorted(measured - set(names)), sorted(set(names) - measured)
         raise ValueError(
-            f"the profile is of {report.model} with {len(measured)} parameters, and this model has {len(names)}; only in"
-            f" the profile: {', '.join(only_there[:3]) or 'none'}; only in the model: {', '.join(only_here[:3]) or 'none'}."
-            " Measure this model"
+            f"the profile is of {report.model} with {len(measured)} parameters, and this model has {len(names)};"
+            f" only in the profile: {', '.join(only_there[:3]) or 'none'};"
+            f" only in the model: {', '.join(only_here[:3]) or 'none'}. Measure this model"
         )
     ranks = [rank for step in report.steps for rank in step.ranks if rank.backward_began is not None]
     ready_of = {bucket.index: _times(_ready_s(rank, bucket.index) for rank in ranks) for bucket in report.buckets}
     if not ranks or not all(ready_of.values()):
         raise ValueError(
-            f"the profile has {len(report.steps)} steps, and not every bucket is reduced in one; measure some whole steps"
+            f"the profile has {len(report.steps)} steps, and not every bucket is reduced in one;"
+            " measure some whole steps"
         )
     size_of = dict(zip(names, sizes, strict=True))
     ready_of_name: dict[str, float] = {}
@@ -77,8 +78,8 @@ def collective_of(report: StepReport, world_size: int, kind: Kind = "reduce") ->
     """
     if wrong := sorted({len(step.ranks) for step in report.steps} - {world_size}):
         raise ValueError(
-            f"the profile is of {wrong[0]} ranks, and the plan is for {world_size}; pass --bandwidth and --latency, or a"
-            f" profile of {world_size} ranks"
+            f"the profile is of {wrong[0]} ranks, and the plan is for {world_size}; pass --bandwidth and --latency,"
+            f" or a profile of {world_size} ranks"
         )
     times: dict[int, list[float]] = {}
     for step in report.steps:
@@ -92,13 +93,11 @@ def collective_of(report: StepReport, world_size: int, kind: Kind = "reduce") ->
         )
     sizes, medians = list(times), [median(each) for each in times.values()]
     slope, intercept = linear_regression(sizes, medians)
+    if slope <= 0:
+        least, most = (f"{size} bytes take {median(times[size]) * 1e3:.3f} ms" for size in (min(sizes), max(sizes)))
+        raise ValueError(f"in the profile {least} and {most}, which is no rate; measure more steps")
     if intercept < _LEAST_LATENCY_S:
         (slope, _), intercept = linear_regression(sizes, medians, proportional=True), _LEAST_LATENCY_S
-    if slope <= 0:
-        raise ValueError(
-            f"in the profile {max(sizes)} bytes take {times[max(sizes)][0]} s and {min(sizes)} bytes"
-            f" {times[min(sizes)][0]} s, which is no rate; measure more steps"
-        )
     return Collective(latency_s=intercept, s_per_byte=slope)
 
 

@@ -51,6 +51,15 @@ from ddp_compile.torch_internals.dynamo import (
     traced_call_of,
     watch_compilations,
 )
+from ddp_compile.torch_internals.fake_training import (
+    fake_process_group,
+    fake_tensors,
+    make_fake,
+    num_contributions,
+    own_error,
+    quiet_fake_mode,
+    traced_only,
+)
 from ddp_compile.torch_internals.fully_shard import (
     all_reduce_hook_of_fully_shard,
     parameters_of_fully_shard,
@@ -66,6 +75,7 @@ from ddp_compile.torch_internals.module_calls import (
     is_module_call,
     set_compiled_call,
 )
+from ddp_compile.torch_internals.operator_times import OperatorTimes
 from ddp_compile.torch_internals.process_groups import (
     all_gather_single,
     backend_name,
@@ -107,3 +117,4 @@ from ddp_compile.torch_internals.tensors import (
     to_fake,
     wrapper_subclass,
 )
+from ddp_compile.torch_internals.user_code import UserLine, is_of_users, user_line_of
