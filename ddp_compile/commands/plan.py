@@ -60,8 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
             _best([each for each in found if each.plan is not None]).plan.save(arguments.save)  # type: ignore[union-attr]
         if arguments.png is not None:
             _draw(model, link_of, arguments)
-    except (ValueError, TracingError, ModuleNotFoundError) as error:
+    except (ValueError, TracingError) as error:
         print(f"plan: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f'plan: {error}; pip install "ddp-compile[bench]"', file=sys.stderr)
         return 2
     return 0
 
