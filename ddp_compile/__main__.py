@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ddp_compile.bench import cli as bench
-from ddp_compile.commands import explain
+from ddp_compile.commands import explain, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,8 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_arguments(bench_parser)
     explain_parser = commands.add_parser("explain", help="say how a model would be trained, without training it")
     explain.add_arguments(explain_parser)
+    plan_parser = commands.add_parser("plan", help="predict steps on ranks that are not here, and the best buckets")
+    plan.add_arguments(plan_parser)
     parsed = parser.parse_args(arguments)
-    return explain.run(parsed) if parsed.command == "explain" else bench.run(parsed)
+    run = {"bench": bench.run, "explain": explain.run, "plan": plan.run}[parsed.command]
+    return run(parsed)
 
 
 if __name__ == "__main__":

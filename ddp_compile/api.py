@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never, TypeVar
@@ -22,6 +23,7 @@ from ddp_compile.config import (
     refuse_positional_arguments,
     refuse_unknown_arguments,
 )
+from ddp_compile.errors import this_rank
 from ddp_compile.features.compatibility import Feature, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import delayed_parameters
 from ddp_compile.module.module_checks import check_devices, check_module, names_to_ignore, resolve_process_group
@@ -40,6 +42,7 @@ def ddp_compile(
     device_mesh: DeviceMesh | None = None,
     bucket_cap_mb: float | Sequence[float] | None = None,
     first_bucket_cap_mb: float = 1.0,
+    bucket_plan: str | os.PathLike[str] | None = None,
     split: SplitMode = "auto",
     broadcast_buffers: bool = True,
     init_sync: bool = True,
@@ -81,6 +84,8 @@ def ddp_compile(
         bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one capacity for each bucket in
             launch order. None means 5 on a CPU and 25 on a GPU.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first; at most ``bucket_cap_mb``.
+        bucket_plan: A file that ``model.bucket_plan.save(path)`` or ``python -m ddp_compile plan --save path`` has
+            written, with a plan of the same model. It replaces the capacities.
         split: How buckets are launched while a compiled backward runs. "forward" cuts graphs at bucket boundaries;
             "backward" leaves them whole and launches buckets inside the compiled backward; "none" launches all of them
             after it. "auto" chooses for each graph: "forward" if that launches every bucket early, and "backward" if
@@ -148,6 +153,11 @@ def ddp_compile(
         Feature.DEVICE_MESH: "device_mesh" if device_mesh is not None else None,
     }
     refuse_pairs({feature: said for feature, said in chosen.items() if said is not None})
+    if bucket_cap_mb is not None and bucket_plan is not None:
+        raise ValueError(
+            f"{this_rank()}: bucket_cap_mb={bucket_cap_mb!r} and bucket_plan={os.fspath(bucket_plan)!r} each say what a"
+            " bucket holds; pass one of them"
+        )
     delayed = delayed_parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
     ignored = names_to_ignore(parameters_to_ignore) - delayed.named.keys()
     check_module(module, ignored | delayed.named.keys())
@@ -168,6 +178,7 @@ def ddp_compile(
         device_mesh=device_mesh,
         compile_evaluation=compile_evaluation,
         regions=regions,
+        bucket_plan=bucket_plan,
     )
     if find_unused_parameters and static_graph:
         warnings.warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -95,6 +96,7 @@ class ReplicateConfig:
         delayed: Parameters that are averaged outside the reducer.
         device_mesh: The mesh that defines the ranks, if any.
         regions: The submodules to compile as regions; None for none.
+        bucket_plan: The file of a saved plan; None to pack to ``caps_bytes``.
     """
 
     caps_bytes: tuple[int, ...]
@@ -112,6 +114,7 @@ class ReplicateConfig:
     device_mesh: DeviceMesh | None = None
     compile_evaluation: EvaluationMode = "auto"
     regions: RegionClasses | None = None
+    bucket_plan: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):

@@ -27,7 +27,7 @@ from ddp_compile.bench.implementations import (
     WITHOUT_BUCKETS,
     implementation_named,
 )
-from ddp_compile.bench.link import LinkError, NamespacedLink, Rate, remove_stale, unavailable_reason
+from ddp_compile.bench.link import LinkError, NamespacedLink, remove_stale, unavailable_reason
 from ddp_compile.bench.links import FixedLink, ShapedLink, SimulatedLink, SimulatedRate
 from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
 from ddp_compile.bench.results import summarize
@@ -36,6 +36,7 @@ from ddp_compile.bench.settings import Case, WorkloadSettings
 from ddp_compile.bench.training import OPTIMIZERS, WITH_MUON
 from ddp_compile.bench.workloads import WORKLOADS
 from ddp_compile.validation.named_functions import load_function
+from ddp_compile.validation.rates import Rate
 
 QUICK = ("ddp-eager", "compile-ddp", "ddp_compile-forward")
 MODES = ("default", "reduce-overhead", "max-autotune")

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
+
+from ddp_compile.validation.rates import Rate
 
 # Note [Numbers of the shaper]
 # Payload as a share of the rate; Python sender and receiver, 16 to 256 MB, two cores of an EPYC, Linux 6.18:
@@ -50,36 +50,6 @@ _counter = itertools.count()
 
 class LinkError(RuntimeError):
     """A command that makes, shapes or deletes a link failed."""
-
-
-@dataclass(frozen=True)
-class Rate:
-    """The rate of a link: 1 mbit to 400 gbit, headers included, or None for a link that is not shaped."""
-
-    bits_per_second: int | None
-
-    def __post_init__(self) -> None:
-        if self.bits_per_second is not None and not 10**6 <= self.bits_per_second <= 400 * 10**9:
-            limits = "from 10**6 (1mbit) to 400 * 10**9 (400gbit), or None for a link that is not shaped"
-            raise ValueError(f"bits_per_second={self.bits_per_second} must be {limits}")
-
-    @classmethod
-    def parse(cls, text: str) -> Rate:
-        """The rate of a text such as "100mbit", "2.5gbit" or, for a link that is not shaped, "none", in any case."""
-        found = re.fullmatch(r"(?i:none|([0-9]+(?:\.[0-9]+)?)([mg])bit)", text.strip())
-        with contextlib.suppress(ValueError):
-            if found is not None:
-                return cls(int(Decimal(found[1]) * 10 ** {"m": 6, "g": 9}[found[2].lower()]) if found[1] else None)
-        raise ValueError(
-            f"rate={text!r} must be a number with the unit mbit or gbit, from 1mbit to 400gbit, or none;"
-            " pass for example 100mbit, 2.5gbit or none"
-        )
-
-    def __str__(self) -> str:
-        if self.bits_per_second is None:
-            return "none"
-        digits, unit = (9, "gbit") if self.bits_per_second >= 10**9 else (6, "mbit")
-        return f"{(Decimal(self.bits_per_second) / 10**digits).normalize():f}{unit}"
 
 
 def unavailable_reason() -> str | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_compile.bench.link import NamespacedLink, Rate
+from ddp_compile.bench.link import NamespacedLink
 from ddp_compile.bench.rank_world import RunningCase
+from ddp_compile.validation.rates import Rate
 
 
 class ShapedLink:

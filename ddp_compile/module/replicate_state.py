@@ -31,6 +31,7 @@ from ddp_compile.features.uneven_inputs import UnevenInputs
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.module import explanation
 from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.saved_plan import SavedPlan, load_for
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.comm.process_groups import group_of
@@ -78,14 +79,15 @@ class ReplicateState:
         in_backward = not regions and launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
         self.sharded = ShardedSubmodules(sharded, process_group, self.device)
-        self._agree(module, algorithm, in_backward, not_reduced, regions)
+        gradients = describe_gradients(module, self.reduced)
+        saved = load_for(config.bucket_plan, gradients)
+        self._agree(module, algorithm, in_backward, not_reduced, regions, saved)
         self.monitor = DesyncMonitor(process_group, self.device, type(module).__name__)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )
         self.optimizers = OptimizersInBackward(self.reduced)
         self.uneven_inputs = UnevenInputs(self)
-        gradients = describe_gradients(module, self.reduced)
         refuse_gradients(algorithm, gradients)
         refuse_pairs(in_force(self, algorithm))
         if config.init_sync:
@@ -95,6 +97,8 @@ class ReplicateState:
         self.delayed = DelayedAllReduce(config.delayed, process_group)
         region_of = region_of_parameters(list(self.reduced), regions)
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
+        if saved.plan is not None:
+            self.builder.use(saved.plan)
         self._compile_calls(module, compile_settings, in_backward, bool(regions))
         self.reducer = Reducer(
             list(self.reduced.values()),
@@ -127,6 +131,7 @@ class ReplicateState:
         in_backward: bool,
         not_reduced: Container[str],
         regions: Iterable[str],
+        saved: SavedPlan,
     ) -> None:
         """Check that all ranks have the same module and settings, and that no other module reduces these parameters."""
         shared = ", ".join(self.parameters.shared_with_others()) or "none"
@@ -138,11 +143,14 @@ class ReplicateState:
             f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
             f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
             f"modules that are compiled by themselves={', '.join(regions) or 'none'}",
+            f"saved bucket plan={saved.describe()}",
             *describe_module(module, self.config, in_backward, not_reduced),
             *self.sharded.describe(),
         ]
         verify_modules_agree(description, self.process_group, self.device)
         refuse_objection(objection)
+        if saved.objection:
+            raise ValueError(f"{this_rank()}: {saved.objection}")
         self.parameters.refuse_shared()
 
     def _compile_calls(

@@ -7,7 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ddp_compile.plan.packing import check_caps, pack
+from ddp_compile.plan.packing import check_layout, pack
+from ddp_compile.plan.planner import Capacities, Planner
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
 
 
@@ -39,13 +40,15 @@ class PlanBuilder:
         layout: Layout = "padded",
         region_of: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        check_caps(caps_bytes, layout)
+        check_layout(layout)
         assert [gradient.index for gradient in gradients] == list(range(len(gradients)))
         self.gradients = tuple(gradients)
         self.caps_bytes = tuple(caps_bytes)
+        self.planner: Planner = Capacities(self.caps_bytes)
         self.layout = layout
         self.region_of = region_of
         self.sealed: BucketPlan | None = None
+        self.given: BucketPlan | None = None  #: a saved one, which is proposed instead of packing
         self._frames: list[list[BucketSpec]] = []
         self._num_buckets = 0  # of all frames
         self._place_of: dict[int, _Place] = {}
@@ -56,9 +59,9 @@ class PlanBuilder:
         Until the plan is sealed, this packs the parameters that no earlier frame has shown. Afterwards the sealed plan
         decides.
         """
-        if self.sealed is not None:
-            indices = {self.sealed.bucket_of_parameter[i] for i in ready_order}
-            return [self.sealed.buckets[index] for index in sorted(indices)]
+        if (fixed := self.sealed or self.given) is not None:
+            indices = {fixed.bucket_of_parameter[i] for i in ready_order}
+            return [fixed.buckets[index] for index in sorted(indices)]
         fresh = [self.gradients[i] for i in ready_order if i not in self._place_of]
         if fresh:  # empty if a frame is compiled again
             self._pack_frame(fresh)
@@ -68,7 +71,7 @@ class PlanBuilder:
 
     def _pack_frame(self, gradients: Sequence[GradientSpec]) -> None:
         frame = len(self._frames)
-        buckets = pack(gradients, self.caps_bytes, self.layout, frame=frame)
+        buckets = pack(gradients, self.planner, self.layout, frame=frame)
         self._frames.append(buckets)
         self._num_buckets += len(buckets)
         for position, bucket in enumerate(buckets):
@@ -86,6 +89,8 @@ class PlanBuilder:
         Parameters that no frame showed are the eager tail, in reverse registration order, after all frames. If it
         contains regions, which run between the frames, all buckets are in reverse registration order.
         """
+        if self.given is not None:
+            return self.given
         tail = [gradient.index for gradient in reversed(self.gradients) if gradient.index not in self._place_of]
         parts = [*reversed(self._frames), *([bucket] for bucket in self._pack_tail(tail))]
         if self._frames and any(index in self.region_of for index in tail):
@@ -118,13 +123,15 @@ class PlanBuilder:
         # Sorting is stable: parameters of a region keep their order.
         places = {index: begins.get(self.region_of.get(index, -1), place) for place, index in enumerate(order)}
         tail = [self.gradients[index] for index in sorted(order, key=places.__getitem__)]
-        return pack(tail, self.caps_bytes, self.layout, frame=None, region_of=self.region_of)
+        return pack(tail, self.planner, self.layout, frame=None, region_of=self.region_of)
 
     def lay_out_as(self, layout: Layout, owners: Mapping[int, int]) -> None:
         """Give every bucket, those of a sealed plan too, another layout, and its gradients other owners by index."""
         self.layout = layout
         self.gradients = tuple(replace(gradient, owner=owners.get(gradient.index)) for gradient in self.gradients)
         self._frames = [self._laid_out(frame) for frame in self._frames]
+        if self.given is not None:
+            self.given = replace(self.given, buckets=tuple(self._laid_out(self.given.buckets)))
         if self.sealed is not None:
             self.sealed = replace(self.sealed, buckets=tuple(self._laid_out(self.sealed.buckets)))
 
@@ -133,6 +140,10 @@ class PlanBuilder:
             replace(bucket, layout=self.layout, gradients=tuple(self.gradients[g.index] for g in bucket.gradients))
             for bucket in buckets
         ]
+
+    def use(self, plan: BucketPlan) -> None:
+        """Propose a saved plan of the same model, with this module's layout, instead of packing."""
+        self.given = BucketPlan(tuple(self._laid_out(plan.buckets)))
 
     def seal(self, plan: BucketPlan) -> None:
         """Fix the plan that all ranks agreed on; frames that are compiled later are cut at its boundaries."""

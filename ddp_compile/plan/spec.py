@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, get_args
 
@@ -62,7 +64,7 @@ class BucketSpec:
         index: Position in the plan, which is the launch order.
         gradients: The gradients in the bucket.
         cap_bytes: The capacity it was packed to. A bucket closes when it has reached its capacity, so it can be
-            larger by less than its last gradient.
+            larger by less than its last gradient. Its own size, if it was not packed to a capacity.
         frame: Ordinal of the compiled frame that the bucket belongs to; None for the eager tail.
         layout: ``"padded"`` starts each gradient at a multiple of `PADDED_ALIGNMENT_BYTES`, ``"ddp"`` leaves no gaps.
     """
@@ -193,6 +195,31 @@ class BucketPlan:
         buckets = tuple(_bucket_from_json(i, fields) for i, fields in enumerate(fields_of))
         _check_numbering([gradient for bucket in buckets for gradient in bucket.gradients])
         return cls(buckets, generation)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, for ``ddp_compile(model, bucket_plan=path)``. Call it on one rank.
+
+        Args:
+            path: The file, which is replaced as a whole.
+        """
+        beside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
+        beside.write_text(self.to_json() + "\n")
+        beside.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
+        """The plan that `save` wrote.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: The file cannot be read, or holds no plan.
+        """
+        try:
+            return cls.from_json(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"bucket plan {os.fspath(path)!r} cannot be loaded: {error}") from error
 
     def format_table(self) -> str:
         """The plan as a table for people, one line a bucket in launch order."""

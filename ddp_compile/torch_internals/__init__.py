@@ -75,6 +75,7 @@ from ddp_compile.torch_internals.module_calls import (
     is_module_call,
     set_compiled_call,
 )
+from ddp_compile.torch_internals.operator_times import OperatorTimes
 from ddp_compile.torch_internals.process_groups import (
     all_gather_single,
     backend_name,

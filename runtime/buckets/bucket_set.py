@@ -105,7 +105,7 @@ class BucketSet:
         Source: ``rebuild_buckets`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, for the tail of a compiled plan.
         """
         order, self._arrival_order = self._arrival_order, None
-        if order is None or not self._first_is_typical:
+        if order is None or not self._first_is_typical or self._builder.given is not None:
             return
         assert self.plan is not None
         if not any(bucket.frame is None for bucket in self.plan.buckets):

@@ -17,7 +17,8 @@ import pytest
 from harness_runs import namespaces_of
 
 from ddp_compile.bench import link as link_module
-from ddp_compile.bench.link import LinkError, NamespacedLink, Rate, remove_stale, unavailable_reason
+from ddp_compile.bench.link import LinkError, NamespacedLink, remove_stale, unavailable_reason
+from ddp_compile.validation.rates import Rate
 
 pytestmark = pytest.mark.alone
 MBIT = 10**6

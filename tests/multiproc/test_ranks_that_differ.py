@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile import GradientSpec, ddp_compile, plan_buckets, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, GradientAllReduce
 from ddp_compile.errors import DDPCompileError, RanksDifferError
 
@@ -162,6 +163,22 @@ def forwards_in_another_order() -> str:
 def test_another_models_bucket_plan_is_refused_by_name(ranks: Ranks) -> None:
     _, said = ranks(2).run_expecting_failures(forwards_in_another_order, timeout_s=2.0)
     assert said.startswith("rank 1: the bucket plan that rank 0 has sent is not that of model 2 (Linear): it has Gr")
+
+
+@on_ranks(2)
+def test_saved_plans_that_differ_are_refused_on_every_rank_and_equal_ones_used() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        gradients = [
+            GradientSpec(i, name, numel, "float32", "cpu") for i, name, numel in ((0, "weight", 16), (1, "bias", 4))
+        ]
+        for cap_bytes in (4, 400):
+            plan_buckets(gradients[::-1], cap_bytes).save(f"{folder}/{cap_bytes}")
+        model = ddp_compile(nn.Linear(4, 4), backend="eager", bucket_plan=f"{folder}/4")
+        model(torch.ones(1, 4)).sum().backward()
+        assert len(model.bucket_plan.buckets) == 2
+        for mine in (4 if dist.get_rank() else 400, 4 if dist.get_rank() else "none"):
+            with pytest.raises(RanksDifferError, match="saved bucket plan="):
+                ddp_compile(nn.Linear(4, 4), backend="eager", bucket_plan=f"{folder}/{mine}")
 
 
 @on_ranks(2)

@@ -1,0 +1,73 @@
+"""A saved plan, and whether it is one of this model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ddp_compile.errors import number_of
+from ddp_compile.plan.spec import BucketPlan, GradientSpec
+
+#: Differences that an error shows.
+_SHOWN = 5
+
+
+class SavedPlan(NamedTuple):
+    """What a file of a plan has come to."""
+
+    plan: BucketPlan | None
+    objection: str  #: why there is no plan that the model can use; empty without a file
+
+    def describe(self) -> str:
+        """A text that differs if the plans do."""
+        return self.objection or ("none" if self.plan is None else self.plan.digest)
+
+
+def load_for(path: str | os.PathLike[str] | None, gradients: Sequence[GradientSpec]) -> SavedPlan:
+    """The plan of a file, if it is one for these gradients."""
+    if path is None:
+        return SavedPlan(None, "")
+    try:
+        plan = BucketPlan.load(path)
+    except ValueError as error:
+        return SavedPlan(None, str(error))
+    difference = difference_between(plan, gradients)
+    if difference is None:
+        return SavedPlan(plan, "")
+    return SavedPlan(
+        None,
+        f"bucket_plan={os.fspath(path)!r} is the plan of another model: {difference}. Pass a plan that was saved with"
+        " this model, or drop bucket_plan",
+    )
+
+
+def difference_between(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> str | None:
+    """In what the model of a plan differs from another one; None if the plan may be used for it.
+
+    Owners are no difference, since they are chosen after the plan has been loaded. Nor is the number of ranks.
+
+    Args:
+        gradients: Those of the other model.
+    """
+    theirs = {gradient.fqn: gradient for bucket in plan.buckets for gradient in bucket.gradients}
+    ours = {gradient.fqn: gradient for gradient in gradients}
+    found = [
+        f"{name}: {_described(theirs.get(name))} in the plan, {_described(ours.get(name))} in the model"
+        for name in dict.fromkeys([*ours, *theirs])
+        if _described(theirs.get(name)) != _described(ours.get(name))
+    ]
+    if not found:
+        moved = next((name for name in ours if theirs[name].index != ours[name].index), None)
+        if moved is None:
+            return None
+        found = [f"{moved} is parameter {theirs[moved].index} in the plan and {ours[moved].index} in the model"]
+    more = f"; and {number_of(len(found) - _SHOWN, 'more difference')}" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more
+
+
+def _described(gradient: GradientSpec | None) -> str:
+    if gradient is None:
+        return "missing"
+    sparse = ", sparse" if gradient.is_sparse else ""
+    return f"{gradient.dtype}, {number_of(gradient.numel, 'element')}, on {gradient.device}{sparse}"

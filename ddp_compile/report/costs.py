@@ -1,0 +1,121 @@
+"""The costs of a step, from measured steps.
+
+Note [What is measured, and what is not]
+A transfer's time begins with the last rank's launch and with the end of the transfer before it, so a rank that was slow
+while measuring makes no transfer look slow (Note [Late ranks] of `ddp_compile.report.steps`). Times of the computation
+are medians over ranks and steps, so one slow rank, or a slow step, does not move them.
+
+A report knows when a whole bucket was ready. Its gradients are taken to have come evenly by bytes since the bucket
+before it. When the forward reads a parameter is not measured: it is taken to read them in the opposite order, evenly by
+the time of their gradients. The optimizer's time is not in a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import linear_regression, median
+
+from ddp_compile.plan.costs import Collective, Computation
+from ddp_compile.report.steps import BucketInfo, Kind, RankStep, StepReport
+
+#: The latency that stands for one that is too small to be seen.
+_LEAST_LATENCY_S = 1e-6
+
+
+def computation_of(report: StepReport, names: Sequence[str], sizes: Sequence[int]) -> Computation:
+    """The computation of the steps of a report.
+
+    Args:
+        report: Of the same model.
+        names: Fully qualified names of the model's parameters, by index.
+        sizes: Bytes of their gradients.
+
+    Raises:
+        ValueError: The report is of another model, or it has no step with gradients.
+    """
+    measured = {name for bucket in report.buckets for name in bucket.names}
+    if measured != set(names):
+        only_there, only_here = sorted(measured - set(names)), sorted(set(names) - measured)
+        raise ValueError(
+            f"the profile is of {report.model} with {len(measured)} parameters, and this model has {len(names)};"
+            f" only in the profile: {', '.join(only_there[:3]) or 'none'};"
+            f" only in the model: {', '.join(only_here[:3]) or 'none'}. Measure this model"
+        )
+    ranks = [rank for step in report.steps for rank in step.ranks if rank.backward_began is not None]
+    ready_of = {bucket.index: _times(_ready_s(rank, bucket.index) for rank in ranks) for bucket in report.buckets}
+    if not ranks or not all(ready_of.values()):
+        raise ValueError(
+            f"the profile has {len(report.steps)} steps, and not every bucket is reduced in one;"
+            " measure some whole steps"
+        )
+    size_of = dict(zip(names, sizes, strict=True))
+    ready_of_name: dict[str, float] = {}
+    before_s = 0.0
+    for bucket in sorted(report.buckets, key=lambda bucket: median(ready_of[bucket.index])):
+        ready_s = max(before_s, median(ready_of[bucket.index]))
+        ready_of_name |= _spread(bucket, size_of, before_s, ready_s)
+        before_s = ready_s
+    forward_s = max(0.0, median(rank.backward_began - rank.began for rank in ranks if rank.backward_began is not None))
+    launches = [t.launch_returned - t.launched for rank in ranks for t in rank.transfers]
+    return Computation(
+        ready_s=[ready_of_name[name] for name in names],
+        needed_s=[forward_s * (1 - ready_of_name[name] / before_s) if before_s else 0.0 for name in names],
+        forward_s=forward_s,
+        launch_s=max(0.0, median(launches)),
+    )
+
+
+def collective_of(report: StepReport, world_size: int, kind: Kind = "reduce") -> Collective:
+    """The alpha-beta model of a report's transfers: a line through the median time of each bucket.
+
+    Args:
+        report: Of steps with buckets of several sizes.
+        world_size: The number of ranks that the transfers shall be of.
+        kind: Which transfers.
+
+    Raises:
+        ValueError: The report is of another number of ranks, or its transfers determine no line.
+    """
+    if wrong := sorted({len(step.ranks) for step in report.steps} - {world_size}):
+        raise ValueError(
+            f"the profile is of {wrong[0]} ranks, and the plan is for {world_size}; pass --bandwidth and --latency,"
+            f" or a profile of {world_size} ranks"
+        )
+    times: dict[int, list[float]] = {}
+    for step in report.steps:
+        for index in {t.bucket for rank in step.ranks for t in rank.transfers if t.kind == kind}:
+            if (time_s := step.transfer_s(index, kind)) is not None:
+                times.setdefault(report.buckets[index].num_bytes, []).append(time_s)
+    if len(times) < 2:
+        raise ValueError(
+            f"the profile has {kind} transfers of {len(times)} sizes, and a latency and a rate need at least 2; measure"
+            " with a smaller bucket_cap_mb"
+        )
+    sizes, medians = list(times), [median(each) for each in times.values()]
+    slope, intercept = linear_regression(sizes, medians)
+    if slope <= 0:
+        least, most = (f"{size} bytes take {median(times[size]) * 1e3:.3f} ms" for size in (min(sizes), max(sizes)))
+        raise ValueError(f"in the profile {least} and {most}, which is no rate; measure more steps")
+    if intercept < _LEAST_LATENCY_S:
+        (slope, _), intercept = linear_regression(sizes, medians, proportional=True), _LEAST_LATENCY_S
+    return Collective(latency_s=intercept, s_per_byte=slope)
+
+
+def _ready_s(rank: RankStep, bucket: int) -> float | None:
+    """When the gradients of a bucket were there, since the rank's first gradient."""
+    assert rank.backward_began is not None
+    ready = [transfer.ready for transfer in rank.transfers if (transfer.bucket, transfer.kind) == (bucket, "reduce")]
+    return max(0.0, ready[-1] - rank.backward_began) if ready else None
+
+
+def _times(times: Iterable[float | None]) -> list[float]:
+    return [time for time in times if time is not None]
+
+
+def _spread(bucket: BucketInfo, size_of: dict[str, int], begin_s: float, end_s: float) -> dict[str, float]:
+    """Times for the gradients of a bucket, evenly by bytes."""
+    total, so_far, times = sum(size_of[name] for name in bucket.names), 0, {}
+    for name in bucket.names:
+        so_far += size_of[name]
+        times[name] = begin_s + (end_s - begin_s) * (so_far / total if total else 1.0)
+    return times

@@ -1,0 +1,118 @@
+"""Costs from measured steps: the line through transfers, times of gradients, and reports that do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ddp_compile.report.costs import collective_of, computation_of
+from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer
+
+SIZES = {"c": 1000, "b": 3000, "a": 4000}  # in the order in which they are ready
+BUCKETS = [(("c", "b"), 4000, 0.010), (("a",), 8000, 0.040)]
+LATENCY_S, S_PER_BYTE = 1e-3, 1e-6
+
+
+def rank_step(rank: int, began: float, late_s: float = 0.0) -> RankStep:
+    """A rank whose forward takes 20 ms; a late one launches later, and nobody's transfer begins before."""
+    transfers = []
+    backward = began + 0.020
+    for index, (_, num_bytes, ready_s) in enumerate(BUCKETS):
+        ready = backward + ready_s + late_s
+        done = began + 0.020 + ready_s + LATE_S + LATENCY_S + S_PER_BYTE * num_bytes
+        transfers.append(
+            Transfer(
+                bucket=index,
+                kind="reduce",
+                num_bytes=num_bytes,
+                ready=ready,
+                launched=ready,
+                launch_returned=ready + 5e-5,
+                done=done,
+                waited_from=None,
+                waited_until=None,
+            )
+        )
+    return RankStep(
+        rank=rank, began=began, backward_began=backward, ended=began + 0.1, transfers=tuple(transfers), drained_s=0.0
+    )
+
+
+LATE_S = 0.015
+
+
+def measured(num_ranks: int = 3, num_steps: int = 3) -> StepReport:
+    """The last rank is late in every step."""
+    steps = [
+        Step(
+            number=number + 1,
+            ranks=tuple(
+                rank_step(rank, number * 1.0, LATE_S if rank == num_ranks - 1 else 0.0) for rank in range(num_ranks)
+            ),
+        )
+        for number in range(num_steps)
+    ]
+    return StepReport(
+        model="Net",
+        algorithm="all-reduce",
+        plan_digest="0" * 16,
+        buckets=tuple(
+            BucketInfo(index=i, names=names, num_bytes=num_bytes, dtype="float32")
+            for i, (names, num_bytes, _) in enumerate(BUCKETS)
+        ),
+        steps=steps,
+        clock_error_s=0.0,
+        device="cpu",
+    )
+
+
+NAMES = ["a", "b", "c"]
+NUM_BYTES = [SIZES[name] for name in NAMES]
+
+
+def test_latency_and_rate_are_those_of_transfers_apart_from_a_late_rank() -> None:
+    collective = collective_of(measured(), world_size=3)
+    assert collective.latency_s == pytest.approx(LATENCY_S)
+    assert collective.s_per_byte == pytest.approx(S_PER_BYTE)
+
+
+def test_times_of_the_computation_are_medians_that_one_late_rank_does_not_move() -> None:
+    computation = computation_of(measured(), NAMES, NUM_BYTES)
+    # c and b share a bucket that is ready after 10 ms, c having a quarter of its bytes.
+    assert computation.ready_s == pytest.approx([0.040, 0.010, 0.0025])
+    assert computation.forward_s == pytest.approx(0.020) and computation.launch_s == pytest.approx(5e-5)
+    assert computation.needed_s == pytest.approx([0.0, 0.015, 0.020 * (1 - 1 / 16)])
+
+
+def test_a_report_comes_back_from_its_json_with_the_same_costs() -> None:
+    again = StepReport.from_json(measured().to_json())
+    assert collective_of(again, 3) == collective_of(measured(), 3)
+
+
+def test_the_profile_of_another_model_is_refused_with_both_sides() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"the profile is of Net with 3 parameters, and this model has 2; only in the profile: b, c; only in the"
+        " model: d. Measure this model",
+    ):
+        computation_of(measured(), ["a", "d"], [1, 1])
+
+
+def test_the_link_of_another_world_is_refused_with_both_sides() -> None:
+    with pytest.raises(ValueError, match="the profile is of 3 ranks, and the plan is for 64; pass --bandwidth and"):
+        collective_of(measured(), 64)
+
+
+def test_a_profile_without_what_is_asked_is_refused() -> None:
+    with pytest.raises(ValueError, match="the profile has gather transfers of 0 sizes, and a latency and a rate need"):
+        collective_of(measured(), 3, "gather")
+    with pytest.raises(ValueError, match="the profile has 0 steps, and not every bucket is reduced in one; measure"):
+        computation_of(replace(measured(), steps=[]), NAMES, NUM_BYTES)
+
+
+def test_more_bytes_that_take_no_longer_are_no_rate() -> None:
+    report = measured()
+    infos = tuple(replace(info, num_bytes=12_000 - info.num_bytes) for info in report.buckets)
+    with pytest.raises(ValueError, match=r"4000 bytes take 9\.000 ms and 8000 bytes take 5\.000 ms, which is no"):
+        collective_of(replace(report, buckets=infos), 3)
