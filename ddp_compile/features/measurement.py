@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.features.replica import Replica
 from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.report.explanation import Explanation
 from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer, covered
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.host_clock import Offset, exchange_bytes, measure_offsets
@@ -41,15 +42,16 @@ class Measurement:
     Args:
         model: Name of the model's class.
         steps: How many steps to record; None for any number.
+        explain: What ``model.explain()`` says; must not keep the model alive.
     """
 
-    def __init__(self, replica: Replica, model: str, steps: int | None) -> None:
+    def __init__(self, replica: Replica, model: str, steps: int | None, explain: Callable[[], Explanation]) -> None:
         _refuse(replica, steps)
         reducer, group, device = replica.reducer, replica.process_group, replica.device
         first = reducer.iteration_number + reducer.is_within_iteration
         replica.monitor.agree_on_measurement(f"measure(steps={steps}) from iteration {first} on")
         self._replica = weakref.ref(replica)  # users may keep the report for longer than the model
-        self._model, self._steps, self._device = model, steps, device
+        self._model, self._steps, self._device, self._explain = model, steps, device, explain
         self._ranks, self._rank_in_group = dist.get_process_group_ranks(group), group.rank()
         self._report: StepReport | None = None
         self._is_over = False
@@ -148,6 +150,7 @@ class Measurement:
             ],
             clock_error_s=sum(sorted(offset.error_ns for offset in offsets)[-2:]) / 1e9,
             device=self._device.type,
+            explanation=self._explain(),
         )
 
     def __enter__(self) -> Measurement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -351,7 +352,14 @@ class ReplicatedModule(nn.Module):
             RanksDifferError: Another rank measures other steps, or none within the process group's timeout.
         """
         state = state_of(self)
-        state.measurement = Measurement(state, original_class(type(self)).__name__, steps)
+        alive = weakref.ref(self)
+
+        def explain_now() -> Explanation:
+            model = alive()
+            assert model is not None  # its backward is running, or stop() found it
+            return model.explain()
+
+        state.measurement = Measurement(state, original_class(type(self)).__name__, steps, explain_now)
         return state.measurement
 
     def comm_stats(self) -> Step | None:

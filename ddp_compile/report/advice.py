@@ -91,7 +91,11 @@ def _reduced(report: StepReport, bucket: int, times: Mapping[int, Times], least_
     names = shorten_names([shorten(name) for name in report.buckets[bucket].names])
     exposed = format_ms(times[bucket].least_exposed_s)
     text = f"bucket {bucket} ({names}) is exposed for {exposed} on every rank in the median"
-    reason = _reason(times[bucket], is_last=bucket == list(times)[-1], least_s=least_s)
+    is_last = bucket == list(times)[-1]
+    reason = _reason(times[bucket], is_last=is_last, least_s=least_s)
+    launch = report.explanation and next((each for each in report.explanation.launches if each.bucket == bucket), None)
+    if not reason and not is_last and launch and not launch.is_early:
+        reason = f"it is not launched while the backward computes: {launch.when}"
     text += f": {reason}" if reason else ""
     better = _smaller(report, times, bucket)
     if better is not None and better.hidden_s >= least_s:

@@ -8,6 +8,7 @@ from html import escape
 from ddp_compile.errors import number_of, shorten_names
 from ddp_compile.report.advice import FEWEST_STEPS, advise, least_seconds, shorten
 from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, LATE, LAUNCH, NUM_COLORS, bucket_color
+from ddp_compile.report.explanation_html import format_fragment
 from ddp_compile.report.spans import spans_of
 from ddp_compile.report.steps import Step, StepReport
 from ddp_compile.report.text import format_step
@@ -71,12 +72,11 @@ _LEGEND = (
 )
 
 
-def render_page(report: StepReport, explanation_html: str | None = None) -> str:
+def render_page(report: StepReport) -> str:
     """The page as text. Names that a user chose are escaped.
 
     Args:
         report: What was measured.
-        explanation_html: A fragment that explains the plan, put at the end as it is; its author has escaped it.
     """
     title = f"{escape(shorten(report.model))}: {number_of(len(report.steps), 'step')} measured"
     step = median_step(report.steps)
@@ -90,8 +90,8 @@ def render_page(report: StepReport, explanation_html: str | None = None) -> str:
         "<h2>Buckets</h2>",
         *_table(report),
     ]
-    if explanation_html is not None:
-        body += ["<h2>Plan and graphs</h2>", explanation_html]
+    if report.explanation is not None:
+        body.append(format_fragment(report.explanation))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -20,9 +20,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ddp_compile.report.explanation import Explanation
 
 if TYPE_CHECKING:
     from ddp_compile.report.advice import Advice
@@ -316,6 +318,7 @@ class StepReport:
         steps: In their order.
         clock_error_s: The most by which two ranks' clocks may be apart.
         device: Type of the device, for example ``"cuda"``.
+        explanation: ``model.explain()`` of this rank when the measurement ended.
     """
 
     model: str
@@ -325,10 +328,13 @@ class StepReport:
     steps: Sequence[Step]
     clock_error_s: float
     device: str
+    explanation: Explanation | None = None
 
     def to_json(self) -> str:
         """As text, for `from_json`."""
-        return json.dumps(asdict(self))
+        measured = asdict(replace(self, explanation=None))
+        explanation = None if self.explanation is None else self.explanation.to_json()
+        return json.dumps({**measured, "explanation": explanation})
 
     @classmethod
     def from_json(cls, text: str) -> StepReport:
@@ -389,7 +395,9 @@ class StepReport:
 
 def _report_of(fields: dict[str, Any]) -> StepReport:
     buckets = tuple(BucketInfo(**{**bucket, "names": tuple(bucket["names"])}) for bucket in fields["buckets"])
-    return StepReport(**{**fields, "buckets": buckets, "steps": [_step_of(step) for step in fields["steps"]]})
+    steps = [_step_of(step) for step in fields["steps"]]
+    explanation = fields["explanation"] and Explanation.from_json(fields["explanation"])
+    return StepReport(**{**fields, "buckets": buckets, "steps": steps, "explanation": explanation})
 
 
 def _step_of(fields: dict[str, Any]) -> Step:

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 from plans import gradients, plan_in_frames
+from simulated_steps import MIB, Simulation, six_buckets
 
 from ddp_compile.report.colors import bucket_color
 from ddp_compile.report.explanation import (
@@ -23,6 +24,8 @@ from ddp_compile.report.explanation import (
     SourceLine,
 )
 from ddp_compile.report.explanation_html import format_fragment, format_page
+from ddp_compile.report.page import render_page
+from ddp_compile.report.steps import StepReport
 
 HOSTILE = "<script>alert('&amp;')</script>\""
 LINE = SourceLine(f"/a b/{HOSTILE}.py", 7, f"x = y < z  # {HOSTILE}")
@@ -133,3 +136,23 @@ def test_html_is_closed_loads_nothing_and_shows_any_text_as_text(shown: object) 
 def test_an_empty_explanation_has_no_graphs_and_no_list() -> None:
     bare = replace(explanation(), graphs=(), regions=(), in_no_graph=(), breaks=(), sharding=(), failures=())
     assert "<h3" not in format_page(bare) and "<ul" not in format_page(bare)
+
+
+def test_a_report_carries_the_explanation() -> None:
+    report = replace(six_buckets(), explanation=explanation())
+    assert StepReport.from_json(report.to_json()) == report
+    assert format_fragment(explanation()) in render_page(report)
+    assert "class='explanation'" not in render_page(replace(report, explanation=None))
+
+
+def test_advice_on_a_bucket_in_the_middle_says_why_it_is_not_early() -> None:
+    # Nothing of the third bucket is hidden, and the transfers before it are over.
+    buckets = [(["a"], MIB), (["b"], MIB), (["c"], 9 * MIB), (["d"], MIB)]
+    report = Simulation(buckets=buckets, ready=[0.01, 0.05, 0.09, 0.0901]).run()
+    said = [each.text for each in report.advice() if each.bucket == 2]
+    assert len(said) == 1 and "is not launched" not in said[0]
+    launches = tuple(BucketLaunch(index, False, "a hook changes its gradients") for index in range(4))
+    said = [
+        a.text for a in replace(report, explanation=replace(explanation(), launches=launches)).advice() if a.bucket == 2
+    ]
+    assert "it is not launched while the backward computes: a hook changes its gradients" in said[0]

@@ -87,12 +87,6 @@ def test_what_users_have_named_is_escaped() -> None:
     assert evil in " ".join(page.words)
 
 
-def test_the_explanation_has_a_place() -> None:
-    report = six_buckets()
-    assert "Plan and graphs" not in render_page(report)
-    assert '<h2>Plan and graphs</h2>\n<p id="mine">x</p>' in render_page(report, '<p id="mine">x</p>')
-
-
 def test_spans_fill_the_step_and_tell_late_ranks_from_transfers() -> None:
     report = six_buckets(late={1: 0.012})
     step = median_step(report.steps)
