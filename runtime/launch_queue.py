@@ -218,8 +218,8 @@ class LaunchQueue:
                 self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name, is_shared)
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
                 bucket.await_flatten()
-                work: Any = bucket.call_by_name(self.algorithm.launch, bucket, is_last)  # a user's algorithm may return anything
-                if not callable(getattr(work, "wait", None)):
+                work: Any = bucket.call_by_name(self.algorithm.launch, bucket, is_last)
+                if not callable(getattr(work, "wait", None)):  # a user's algorithm may return anything
                     raise error_messages.nothing_to_wait_for(self.algorithm.name, bucket.describe(), work)
                 bucket.reduction_begins(work)
         except ReductionError as error:  # the algorithm's, which may wait for the previous bucket

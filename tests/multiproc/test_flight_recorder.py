@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from in_ci import only
 from models import Mlp, loss_of
 from rank_pool import on_ranks
 
 from ddp_compile import ddp_compile, shard_optimizer
-from ddp_compile.algorithms import ByteGrad, GradientAllReduce
+from ddp_compile.algorithms import ByteGrad
 from ddp_compile.comm_hooks import fp16_compress_hook
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
