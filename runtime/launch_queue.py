@@ -222,9 +222,8 @@ class LaunchQueue:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
                 bucket.await_flatten()
                 transfer = self.records.launch_begins("reduce", bucket.spec.index, bucket.spec.num_bytes)
-                # A user's algorithm may return anything.
                 work: Any = bucket.call_by_name(self.algorithm.launch, bucket, is_last)
-                if not callable(getattr(work, "wait", None)):
+                if not callable(getattr(work, "wait", None)):  # a user's algorithm may return anything
                     raise error_messages.nothing_to_wait_for(self.algorithm.name, bucket.describe(), work)
                 bucket.reduction_begins(work)
                 self.records.launch_ends(transfer, work)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp_compile.module.replicate_state as replicate_state
 from ddp_compile import ddp_compile
+from ddp_compile.plan.spec import BucketPlan
 
 TRAINING = """
 import torch, torch.distributed as dist
@@ -50,8 +55,30 @@ def test_ddp_graphs_prints_buckets_graph_split_graph_and_partitions(tmp_path: Pa
     assert "self.partition_1(" in printed
     assert "cut before" in printed and "so that bucket 0 is launched early" in printed
     assert "split_forward changed 2" in printed
-    trace = "".join(path.read_text() for path in tmp_path.iterdir())
-    assert "ddp_compile_graph_0_buckets" in trace and "ddp_compile_graph_0_partition_1" in trace
+    check_what_tlparse_makes_of(next(tmp_path.iterdir()), tmp_path / "report")
+
+
+def check_what_tlparse_makes_of(trace: Path, report: Path) -> None:
+    tlparse = Path(sys.executable).with_name("tlparse")
+    subprocess.run([tlparse, trace, "--no-browser", "-o", report], check=True, capture_output=True, timeout=60)
+    # tlparse numbers the files of a compilation.
+    found = {re.sub(r"_\d+(?=\.\w+$)", "", path.name): path for path in report.glob("*/ddp_compile_*")}
+    assert "bucket 0:" in found["ddp_compile_graph_0_buckets.txt"].read_text()
+    assert "ddp_compile_graph_0_partition_1.txt" in found
+    assert json.loads(found["ddp_compile_graph_0_cut.json"].read_text()) == {
+        "graph": "graph 0",
+        "plan": None,
+        "parts": [
+            {"name": "partition_0", "parameters": ["0.weight", "0.bias"], "completes": [1]},
+            {"name": "partition_1", "parameters": ["2.weight", "2.bias"], "completes": [0]},
+        ],
+        "buckets": {"0": ["2.bias", "2.weight"], "1": ["0.bias", "0.weight"]},
+    }
+    (name,) = [name for name in found if name.startswith("ddp_compile_plan_")]
+    plan = BucketPlan.from_json(found[name].read_text())
+    assert name == f"ddp_compile_plan_{plan.digest}.json" and len(plan.buckets) == 2
+    index = (report / "index.html").read_text()
+    assert all(path.name in index for path in found.values())
 
 
 def test_nothing_is_printed_by_default() -> None:
