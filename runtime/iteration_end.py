@@ -93,13 +93,16 @@ class IterationEnd:
         futures, self._futures = self._futures, []
         torch.futures.wait_all(futures)
         if iteration.is_whole:
+            algorithm = self._queue.algorithm
             try:
-                self._queue.algorithm.after_backward()
+                if algorithm.step_watch is not None:
+                    algorithm.step_watch.iteration_ends()
+                algorithm.after_backward()
             except ReductionError as error:
                 raise self._monitor.report_failure(error) from error.__cause__
         self._refuse_non_finite()
         if not iteration.is_shadow:
-            with self._queue.algorithm.evaluation():
+            with self._queue.algorithm.using_parameters(trains=False):
                 self._on_reduced()
 
     def _hear_the_others(self) -> None:

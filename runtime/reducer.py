@@ -167,6 +167,8 @@ class Reducer:
             # Not waited for: ranks that stopped elsewhere may never join what this rank launched.
             raise error_messages.out_of_step()
         try:
+            if self.algorithm.step_watch is not None:
+                self.algorithm.step_watch.forward_begins(synchronize)
             self.algorithm.before_forward(synchronize)
         except ReductionError as error:
             raise self._monitor.report_failure(error) from error.__cause__

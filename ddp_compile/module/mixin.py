@@ -23,6 +23,7 @@ from ddp_compile.module.explanation import explain
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
+from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm
 
 STATE = "_ddp_compile_state"
@@ -337,7 +338,7 @@ class ReplicatedModule(nn.Module):
         delattr(self, STATE)
         self.__class__ = original_class(type(self))
         # Last, since it raises if other ranks are gone.
-        state.reducer.algorithm.detach(together=state.reducer.is_between_steps)
+        step_watch.detach(state.reducer.algorithm, together=state.reducer.is_between_steps)
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
