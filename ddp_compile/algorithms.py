@@ -15,6 +15,7 @@ from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverage
 from ddp_compile.runtime.algorithms.byte_grad import ByteGrad
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.algorithms.decentralized import Decentralized
+from ddp_compile.runtime.algorithms.diloco import DiLoCo
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.algorithms.local_sgd import LocalSGD
 from ddp_compile.runtime.algorithms.low_precision_decentralized import LowPrecisionDecentralized
@@ -33,6 +34,7 @@ __all__ = [
     "CollectiveChain",
     "CommAlgorithm",
     "Decentralized",
+    "DiLoCo",
     "FlatParameters",
     "GradientAllReduce",
     "LocalSGD",

@@ -334,7 +334,7 @@ def test_private_names_are_where_they_are_asked_for() -> None:
     assert {name for name in names if not exists(name)} == missing
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "low_precision_decentralized"])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "low_precision_decentralized"])
 def test_algorithms_after_a_step_use_what_a_user_can(name: str) -> None:
     """Of the reducer and the other algorithms; checks of settings, streams and texts of errors are left out."""
     algorithms = importlib.import_module("ddp_compile.algorithms")
