@@ -21,6 +21,7 @@ from ddp_compile.runtime.algorithms.messages import wait_for
 from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
 from ddp_compile.runtime.comm.process_groups import own_group
+from ddp_compile.runtime.comm.streams import used_here
 
 #: If nothing has written to any parameter by then, it is no scaler that skips steps.
 _STEPS_WITHOUT_OPTIMIZER = 100
@@ -139,15 +140,15 @@ class DiLoCoAlgorithm(ParameterAverage):
             )
 
 
-#: Yields the works of each collective, and returns the mean over the ranks. No method, since its frame must not keep
-#: a fragment alive that keeps it.
-_Stages = Generator[list[Any], None, list[Tensor]]
+#: Yields the works of each collective with the tensors that are still used, and returns the mean over the ranks. No
+#: method, since its frame must not keep a fragment alive that keeps it.
+_Stages = Generator[tuple[list[Any], list[Tensor]], None, list[Tensor]]
 
 
 def _mean(ways: list[Tensor], wire_dtype: torch.dtype, group: dist.ProcessGroup) -> _Stages:
     if group.size() > 1:
         ways = [way.mul_(1 / group.size()).to(wire_dtype) for way in ways]
-        yield [dist.all_reduce(way, group=group, async_op=True) for way in ways]
+        yield [dist.all_reduce(way, group=group, async_op=True) for way in ways], ways
     return ways
 
 
@@ -169,7 +170,7 @@ def _mean_of_bytes(
         sent.append(_compress(of_way, group.size()))
     received = [torch.empty_like(rows) for rows in sent]
     pairs = zip(received, sent, strict=True)
-    yield [dist.all_to_all_single(to, rows, group=group, async_op=True) for to, rows in pairs]
+    yield [dist.all_to_all_single(to, rows, group=group, async_op=True) for to, rows in pairs], ways + sent + received
     owned = []
     for rows, total in zip(received, lost_of_sums, strict=True):
         for row in rows:
@@ -178,7 +179,8 @@ def _mean_of_bytes(
         owned.append(_compress(total, 1))
     gathered = [torch.empty_like(rows) for rows in sent]
     pairs = zip(gathered, owned, strict=True)
-    yield [torch_internals.all_gather_single(to.view(-1), row.view(-1), group) for to, row in pairs]
+    works = [torch_internals.all_gather_single(to.view(-1), row.view(-1), group) for to, row in pairs]
+    yield works, ways + gathered + owned
     for way, rows, of_way in zip(ways, gathered, lost, strict=True):
         minmax_u8_decompress(rows, mean := torch.empty_like(of_way).view(-1))
         way.copy_(mean[: way.numel()])
@@ -204,6 +206,7 @@ class _Fragment:
         self._mean: list[Tensor] | None = None  # of the ranks' ways, received but not applied
         self._stages: _Stages | None = None  # of an exchange under way
         self._works: list[Any] = []
+        self._used: list[Tensor] = []  # by these works, and after them
         self._before, self._momentum = self._parameters.new(), self._parameters.new()
         self._parameters.read(self._before)
         chunks = [math.ceil(flat.numel() / group.size()) for flat in self._before] if self._is_compressed else []
@@ -260,15 +263,17 @@ class _Fragment:
         if self._stages is None:
             return
         wait_for(self._works, self._name)
+        used_here(self._used)  # another stream may have allocated them, at an earlier step
         try:
-            self._works = next(self._stages)
+            self._works, self._used = next(self._stages)
         except StopIteration as end:
-            self._mean, self._stages, self._works = end.value, None, []
+            self._mean, self._stages, self._works, self._used = end.value, None, [], []
 
     def _apply(self) -> None:
         """The outer step."""
         config, mean = self._config, self._mean
         assert mean is not None
+        used_here(mean)
         self._mean, new = None, self._parameters.new()
         self._parameters.read(new)
         for before, momentum, way, x in zip(self._before, self._momentum, mean, new, strict=True):

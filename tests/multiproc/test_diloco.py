@@ -138,8 +138,7 @@ def test_every_step_is_that_of_the_simulation(name: str, world_size: int) -> Non
             outer, momentum = (torch.cat([f for each in kept for f in each[key]]) for key in ("before", "momentum"))
             assert is_same_everywhere(outer) and is_same_everywhere(momentum)
             assert (outer - torch.cat([part.outer.detach() for part in parts])).abs().max() < tolerance
-            has_moved = (outer - begin).count_nonzero() > (1000 if step == STEPS - 1 else 300)
-            assert has_moved
+    assert (outer - begin).count_nonzero() > 1000
 
 
 @on_ranks(3)
