@@ -7,6 +7,7 @@
 - decentralized.py: `Decentralized` averages parameters with all ranks or one, during forward and backward.
 - low_precision_decentralized.py: `LowPrecisionDecentralized` sends parameter changes in a ring, eight bits a value.
 - local_sgd.py: `LocalSGD` averages parameters after each period of steps.
+- diloco.py: `DiLoCo` takes an outer step on the mean difference of the parameters after many local steps.
 - async_model_average.py: `AsyncModelAverage` averages parameters in a thread, so that no rank waits for another.
 
 Each derives from `CommAlgorithm` (runtime/buckets/comm_algorithm.py), directly or through

@@ -61,7 +61,7 @@ class DiLoCoAlgorithm(ParameterAverage):
         self._stepped: set[int] = set()  # ids of parameters that optimizers have stepped
         self._versions = self.parameters.versions()
         self._group = own_group(self.process_group, next(iter(parameters.values())).device)
-        parts = _cut(list(parameters.values()), self._config.fragments)
+        parts = cut(list(parameters.values()), self._config.fragments)
         self._fragments = [
             _Fragment(part, self._config, self._config.sync_every * (number + 1) // len(parts), self._group, self.name)
             for number, part in enumerate(parts)
@@ -322,7 +322,7 @@ def _compress(values: Tensor, num_chunks: int) -> Tensor:
     return rows
 
 
-def _cut(parameters: Sequence[Parameter], count: int) -> list[list[Parameter]]:
+def cut(parameters: Sequence[Parameter], count: int) -> list[list[Parameter]]:
     """Cut a list into parts with about equally many values; none is empty."""
     total, seen, parts = sum(parameter.numel() for parameter in parameters), 0, list[list[Parameter]]()
     for number, parameter in enumerate(parameters):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ddp_compile import ReductionError, ReplicationError, ddp_compile, shard_opt
 from ddp_compile.algorithms import DiLoCo, GradientAllReduce
 from ddp_compile.comm_hooks import allreduce_hook
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
+from ddp_compile.runtime.algorithms.diloco import cut
 
 STEPS = 10
 BYTES = DiLoCo(
@@ -235,6 +237,24 @@ def test_it_sends_that_many_times_less_than_an_all_reduce() -> None:
         for wire_dtype, fragments in ((torch.float32, 4), (torch.bfloat16, 1), (torch.uint8, 1))
     }
     assert times[torch.float32] >= 100 and times[torch.bfloat16] >= 200 and times[torch.uint8] > 399.8
+
+
+@pytest.mark.parametrize(
+    ("numels", "expected"),
+    [
+        ([4, 4, 4, 4], [2, 2]),
+        ([1, 1, 100], [1, 1, 1]),
+        ([100, 1, 1], [1, 1, 1]),
+        ([5, 5, 5, 0, 0], [2, 3]),
+        ([3, 1, 2, 4, 2], [2, 2, 1]),
+    ],
+)
+def test_fragments_have_about_the_same_number_of_values(numels: list[int], expected: list[int]) -> None:
+    parameters = [nn.Parameter(torch.zeros(numel)) for numel in numels]
+    parts = cut(parameters, len(expected))
+    assert [len(part) for part in parts] == expected and all(
+        a is b for a, b in zip(itertools.chain(*parts), parameters, strict=True)
+    )
 
 
 # Errors.
