@@ -15,10 +15,15 @@ from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverage
 from ddp_compile.runtime.algorithms.byte_grad import ByteGrad
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.algorithms.decentralized import Decentralized
+from ddp_compile.runtime.algorithms.diloco import DiLoCo
+from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.algorithms.local_sgd import LocalSGD
 from ddp_compile.runtime.algorithms.low_precision_decentralized import LowPrecisionDecentralized
+from ddp_compile.runtime.algorithms.messages import exchange, objection_to_messages, wait_for
+from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage
 from ddp_compile.runtime.buckets.bucket import Bucket as Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.comm.process_groups import NodeGroups, own_group
 
 __all__ = [
     "AlgorithmConfig",
@@ -29,11 +34,20 @@ __all__ = [
     "CollectiveChain",
     "CommAlgorithm",
     "Decentralized",
+    "DiLoCo",
+    "FlatParameters",
     "GradientAllReduce",
     "LocalSGD",
     "LowPrecisionDecentralized",
+    "NodeGroups",
+    "ParameterAverage",
     "Pending",
     "Traits",
+    "average_over",
+    "exchange",
+    "objection_to_messages",
+    "own_group",
+    "wait_for",
 ]
 
 # By ``id``: two algorithms may be equal.

@@ -22,7 +22,7 @@ class TopKAlgorithm(CollectiveChain):
 
     def attach(self, parameters):
         super().attach(parameters)  # residuals belong to parameters, since buckets may be packed again
-        self.residuals = [torch.zeros(p.numel(), dtype=p.dtype, device=p.device) for p in parameters]
+        self.residuals = [torch.zeros(p.numel(), dtype=p.dtype, device=p.device) for p in parameters.values()]
 
     def reduce(self, bucket):
         flat, group = bucket.flat, self.process_group

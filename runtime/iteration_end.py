@@ -93,16 +93,19 @@ class IterationEnd:
         futures, self._futures = self._futures, []
         torch.futures.wait_all(futures)
         if iteration.is_whole:
+            algorithm = self._queue.algorithm
             since = self._queue.records.block_begins()
             try:
-                self._queue.algorithm.after_backward()
+                if algorithm.step_watch is not None:
+                    algorithm.step_watch.iteration_ends()
+                algorithm.after_backward()
             except ReductionError as error:
                 raise self._monitor.report_failure(error) from error.__cause__
             self._queue.records.block_ends(since)
         self._refuse_non_finite()
         self._queue.records.gradients_are_handed_over()
         if not iteration.is_shadow:
-            with self._queue.algorithm.evaluation():
+            with self._queue.algorithm.using_parameters(trains=False):
                 self._on_reduced()
 
     def _hear_the_others(self) -> None:

@@ -190,6 +190,8 @@ class Reducer:
         records.forward_begins()
         since = records.block_begins()
         try:
+            if self.algorithm.step_watch is not None:
+                self.algorithm.step_watch.forward_begins(synchronize)
             self.algorithm.before_forward(synchronize)
         except ReductionError as error:
             raise self._monitor.report_failure(error) from error.__cause__

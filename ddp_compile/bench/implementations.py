@@ -24,6 +24,7 @@ from ddp_compile.algorithms import (
     AsyncModelAverage,
     ByteGrad,
     Decentralized,
+    DiLoCo,
     GradientAllReduce,
     LocalSGD,
     LowPrecisionDecentralized,
@@ -167,6 +168,7 @@ ALGORITHMS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
         "shift-one": Decentralized(peer_selection="shift_one"),
         "low-precision": LowPrecisionDecentralized(),
         "local-sgd": LocalSGD(period=4),
+        "diloco": DiLoCo(sync_every=100, fragments=4, fragment_sync_delay=10, fragment_update_alpha=0.5),
         "async": AsyncModelAverage(),
     }.items()
 } | {f"{OURS_PREFIX}qadam": _qadam}

@@ -15,6 +15,7 @@ from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excl
 from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
+from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 
@@ -24,7 +25,7 @@ def register_comm_hook(state: Replica, hook: CommHook) -> None:
     if not present.gives_way_to_comm_hook:
         refuse_if_excluded(Feature.COMM_HOOK, f"the {hook.name}", in_force(state, present))
     state.reducer.agree_on_algorithm(hook)
-    present.detach(together=True)
+    step_watch.detach(present, together=True)
     state.reducer.set_algorithm(hook)
 
 
@@ -48,13 +49,13 @@ def set_comm_algorithm(
     reducer.agree_on_algorithm(algorithm, always=True)
     if differ and optimizers is not None:
         _compare_optimizers(optimizers, group, parameters[0].device)
-    before.detach(together=True)
+    step_watch.detach(before, together=True)
     try:
         if differ and optimizers:
             _average_optimizer_states(optimizers, group)
-        algorithm.attach(parameters)
+        step_watch.attach(algorithm, state.reduced)
     except Exception:  # raised on every rank, for example if a rank does not know its node
-        before.attach(parameters)
+        step_watch.attach(before, state.reduced)
         raise
     reducer.set_algorithm(algorithm)
 

@@ -27,6 +27,7 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
 from ddp_compile.report.steps import Step
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
+from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm
 
 STATE = "_ddp_compile_state"
@@ -388,7 +389,7 @@ class ReplicatedModule(nn.Module):
         delattr(self, STATE)
         self.__class__ = original_class(type(self))
         # Last, since it raises if other ranks are gone.
-        state.reducer.algorithm.detach(together=state.reducer.is_between_steps)
+        step_watch.detach(state.reducer.algorithm, together=state.reducer.is_between_steps)
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

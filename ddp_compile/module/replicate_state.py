@@ -33,6 +33,7 @@ from ddp_compile.module import explanation
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.saved_plan import SavedPlan, load_for
 from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.comm.process_groups import group_of
 from ddp_compile.runtime.desync.model_order import is_agreement_point
@@ -92,7 +93,7 @@ class ReplicateState:
         refuse_pairs(in_force(self, algorithm))
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
-        algorithm.attach(list(self.reduced.values()))
+        step_watch.attach(algorithm, self.reduced)
         self.sharded.attach(broadcast=config.init_sync)
         self.delayed = DelayedAllReduce(config.delayed, process_group)
         region_of = region_of_parameters(list(self.reduced), regions)
@@ -218,7 +219,7 @@ class ReplicateState:
         if not torch.is_grad_enabled():
             evaluate = self._call_eagerly if self.evaluates_eagerly else self._call_evaluation
             self.await_parameters()
-            with self.reducer.algorithm.evaluation():
+            with self.reducer.algorithm.using_parameters(trains=False):
                 outputs = evaluate(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
             return outputs
@@ -228,7 +229,8 @@ class ReplicateState:
         source = self.uneven_inputs.forward_begins(module, self.requires_sync)
         self._prepare_for_backward(module)
         num_graphs = self._num_graphs
-        outputs = self._call_with_gradients(module, args, kwargs, kind, source)
+        with self.reducer.algorithm.using_parameters(trains=True):
+            outputs = self._call_with_gradients(module, args, kwargs, kind, source)
         if self._num_graphs != num_graphs:
             # A parameter, for example its dtype, may have changed since the last check.
             self._refuse_changes(module)
@@ -293,7 +295,6 @@ class ReplicateState:
             is_one_graph = (backend.num_runs, backend.num_whole_runs) == (num_runs + 1, num_whole_runs + 1)
         finally:
             self._is_training = False
-            self.reducer.algorithm.after_forward()
             self.reducer.algorithm.sharding.forward_ends(is_one_graph, self._has_waited)
         return outputs
 

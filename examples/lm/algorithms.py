@@ -11,6 +11,7 @@ from ddp_compile.algorithms import (
     AsyncModelAverage,
     ByteGrad,
     Decentralized,
+    DiLoCo,
     GradientAllReduce,
     LocalSGD,
     LowPrecisionDecentralized,
@@ -25,6 +26,8 @@ _ALGORITHMS: Mapping[str, Callable[[], AlgorithmConfig]] = {
     "shift-one": lambda: Decentralized(peer_selection="shift_one"),
     "low-precision": LowPrecisionDecentralized,
     "local-sgd": lambda: LocalSGD(period=4, warmup_steps=10),
+    "diloco": lambda: DiLoCo(sync_every=10),
+    "diloco-bytes": lambda: DiLoCo(sync_every=10, wire_dtype=torch.uint8),
     "async": lambda: AsyncModelAverage(sync_interval_ms=100, warmup_steps=10),
 }
 NAMES = (*_ALGORITHMS, "qadam")

@@ -7,12 +7,13 @@
 - decentralized.py: `Decentralized` averages parameters with all ranks or one, during forward and backward.
 - low_precision_decentralized.py: `LowPrecisionDecentralized` sends parameter changes in a ring, eight bits a value.
 - local_sgd.py: `LocalSGD` averages parameters after each period of steps.
+- diloco.py: `DiLoCo` takes an outer step on the mean difference of the parameters after many local steps.
 - async_model_average.py: `AsyncModelAverage` averages parameters in a thread, so that no rank waits for another.
 
 Each derives from `CommAlgorithm` (runtime/buckets/comm_algorithm.py), directly or through
 
 - collective_chain.py: several collectives for each bucket, also on each node first and between the nodes;
-- parameter_average.py: parameters are averaged in place of gradients; after_step.py: after an optimizer's step.
+- parameter_average.py: parameters are averaged in place of gradients.
 
 The other files hold parts of these. To add an algorithm, write a file here, modeled on all_reduce.py, and export its
 config in ddp_compile/algorithms.py, see "Add an algorithm" in CONTRIBUTING.md. The sharded optimizer's is in

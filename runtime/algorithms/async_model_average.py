@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from ddp_compile.runtime.algorithms.flat_parameters import average_over
 from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
 from ddp_compile.runtime.algorithms.parameter_gate import ParameterGate
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
+from ddp_compile.runtime.buckets.optimizer_steps import OptimizerSteps
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.process_groups import host_group, own_group
 from ddp_compile.runtime.comm.streams import Event
@@ -55,12 +56,13 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
     # What the reducer calls.
 
-    def attach(self, parameters: Sequence[Parameter]) -> None:
-        self._device = parameters[0].device
-        self._group = own_group(self._process_group, self._device)
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
+        self._device = next(iter(parameters.values())).device
+        self._group = own_group(self.process_group, self._device)
         self._hosts = host_group(self._group, self._device)  # gloo notices a killed rank
         super().attach(parameters)
-        self._gate = ParameterGate(self._device, self._parameters.versions, self._written_outside)
+        self._gate = ParameterGate(self._device, self.parameters.versions, self._written_outside)
+        self._steps = _GatedSteps(list(parameters.values()), self._gate)
 
     def detach(self, together: bool) -> None:
         self._steps.stop()
@@ -72,17 +74,14 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     def before_forward(self, synchronize: bool) -> None:
         """Keep the parameters as they are until the backward has ended; raises if averaging has failed."""
         self._raise_failure()
-        if not self._steps.forward_begins(self.name):
+        if not self._steps.is_inside_step(self.name):
             self._gate.leave("step")  # a step that raised
         self._gate.enter_once("backward")
-
-    def after_forward(self) -> None:
-        """The backward may run on another stream, or not follow at all."""
-        self._gate.note_reads()
 
     def after_backward(self) -> None:
         """Start to average after the last step of warm-up; raises if averaging has failed."""
         super().after_backward()
+        self._steps.iteration_ends()
         self._gate.leave("backward")
         self._raise_failure()
         self._start()
@@ -95,11 +94,18 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
                 " model.comm_algorithm.resume()"
             )
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        return self._gate.inside("evaluation")
+    def using_parameters(self, trains: bool) -> AbstractContextManager[None]:
+        return self._noting_reads() if trains else self._gate.inside("evaluation")
 
-    def _refuse_state(self, state: Mapping[str, Any]) -> None:
-        super()._refuse_state(state)
+    @contextmanager
+    def _noting_reads(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._gate.note_reads()  # the backward may run on another stream, or not follow at all
+
+    def refuse_state(self, state: Mapping[str, Any]) -> None:
+        super().refuse_state(state)
         self.before_load()
 
     # What users call.
@@ -160,7 +166,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
                 " abort() within the process group's timeout. Call it on every rank after its last step; or look for"
                 " the error of a rank that no longer trains"
             )
-        average_over(self._group, self._parameters, self.name)
+        average_over(self._group, self.parameters, self.name)
 
     def _let_go(self) -> None:
         """Leave the averaging, and tell the other ranks, which raise."""
@@ -181,9 +187,9 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             since: A copy may hold writes after this event completely, partly, or not at all. That does no harm, since
                 the same copy is added up and subtracted.
         """
-        copies, totals = self._parameters.new(), self._parameters.new()
+        copies, totals = self.parameters.new(), self.parameters.new()
         with since.reads_racing():
-            self._parameters.read(copies)
+            self.parameters.read(copies)
         for copied, total in zip(copies, totals, strict=True):
             total.copy_(copied)
             dist.all_reduce(total, group=self._group)
@@ -196,22 +202,13 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
     def _apply(self) -> None:
         assert self._pending is not None
-        flats = self._parameters.new()
-        self._parameters.read(flats)
+        flats = self.parameters.new()
+        self.parameters.read(flats)
         for flat, copied, total in zip(flats, *self._pending, strict=True):
             average_into(flat, total, copied, self._group.size())
-        self._parameters.write(flats)
+        self.parameters.write(flats)
         self._pending = None
         self.num_rounds += 1
-
-    # What optimizers call.
-
-    def _step_begins(self) -> None:
-        self._gate.enter_once("step")
-
-    def _step_ends(self) -> None:
-        self._gate.leave("step")
-        self._gate.leave("backward")  # of micro-batches
 
     def _written_outside(self) -> ReductionError:
         return ReductionError(
@@ -236,6 +233,21 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             raise averager.failure
         if averager.failure is not None:
             raise error_messages.exchange_failed(self.name, averager.failure) from averager.failure
+
+
+class _GatedSteps(OptimizerSteps):
+    """Keeps averages from being written during a step."""
+
+    def __init__(self, parameters: Sequence[Parameter], gate: ParameterGate) -> None:
+        super().__init__(parameters)
+        self._gate = gate
+
+    def step_begins(self) -> None:
+        self._gate.enter_once("step")
+
+    def step_ends(self) -> None:
+        self._gate.leave("step")
+        self._gate.leave("backward")  # of micro-batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

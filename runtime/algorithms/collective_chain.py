@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -45,16 +45,16 @@ class CollectiveChain(CommAlgorithm):
             bucket: As for `CommAlgorithm.launch`. ``bucket.flat`` has to hold the result when the generator ends.
         """
 
-    def attach(self, parameters: Sequence[Parameter]) -> None:
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
         """Make a process group of its own if there are several collectives. It exists until all groups are
         destroyed."""
         if self.num_collectives > 1:
             self.take_own_group(parameters)
 
-    def take_own_group(self, parameters: Sequence[Parameter]) -> None:
+    def take_own_group(self, parameters: Mapping[str, Parameter]) -> None:
         """Send over a process group of the same ranks that nothing else uses; a single rank needs none."""
         if self.process_group.size() > 1:
-            self.process_group = own_group(self.process_group, parameters[0].device)
+            self.process_group = own_group(self.process_group, next(iter(parameters.values())).device)
             self.shares_process_group = False
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
@@ -101,9 +101,9 @@ class Hierarchical(CollectiveChain):
         self._between = between
         self._nodes: Any = None  # set by `attach`
 
-    def attach(self, parameters: Sequence[Parameter]) -> None:
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
         """Make the groups of nodes and leaders; raises on every rank if one does not know its place on its node."""
-        nodes: Any = NodeGroups.of(self.process_group, parameters[0].device, self.name)
+        nodes: Any = NodeGroups.of(self.process_group, next(iter(parameters.values())).device, self.name)
         self._nodes = nodes
         self.shares_process_group = False
         self.num_collectives = 0 if nodes.within is None else 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -47,21 +47,22 @@ class DecentralizedAlgorithm(ParameterAverage):
         """With "shift_one", the process group must be able to send messages from the parameters' device."""
         if not self._is_with_one_peer:
             return ""
-        return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
+        return objection_to_messages(self.name, self.process_group, next(iter(parameters.values())).device)
 
-    def attach(self, parameters: Sequence[Parameter]) -> None:
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
         """Make process groups of its own, and buffers; raises on every rank if nodes are unknown, or odd in number."""
-        self._groups = NodeGroups.of(self._process_group, parameters[0].device, self.name, self._hierarchical)
+        self._groups = NodeGroups.of(
+            self.process_group, next(iter(parameters.values())).device, self.name, self._hierarchical
+        )
         if self._is_with_one_peer:
             _refuse_odd(len(self._groups.sizes), "nodes")
         super().attach(parameters)
-        self._flats = self._parameters.new()
+        self._flats = self.parameters.new()
         exchanges = self._is_with_one_peer and self._groups.leaders is not None
-        self._received = self._parameters.new() if exchanges else []
+        self._received = self.parameters.new() if exchanges else []
 
     def before_forward(self, synchronize: bool) -> None:
         if synchronize:
-            self._steps.forward_begins(self.name)
             self._send()
 
     def after_backward(self) -> None:
@@ -78,23 +79,23 @@ class DecentralizedAlgorithm(ParameterAverage):
         super().load_state_dict(state)
         self._num_exchanges = state["num_exchanges"]
 
-    def _finish_exchanges(self) -> None:
+    def finish_exchanges(self) -> None:
         self._send()  # another rank may have sent, in a forward without a backward
         if self._under_way is not None:
             wait_for(self._under_way, self.name)
             self._under_way = None
 
     def _send(self) -> None:
-        if self._under_way is None and self.meets_others and self._process_group.size() > 1:
+        if self._under_way is None and self.meets_others and self.process_group.size() > 1:
             self._start()
 
     def _start(self) -> None:
-        self._versions = self._parameters.versions()
-        self._parameters.read(self._flats)
+        self._versions = self.parameters.versions()
+        self.parameters.read(self._flats)
         groups = self._groups
         if not self._is_with_one_peer:
             for flat in self._flats:
-                flat.mul_(1 / self._process_group.size())
+                flat.mul_(1 / self.process_group.size())
         # Waited for here: links inside a node are fast, and only the transfers between nodes need to be hidden.
         wait_for([groups.reduce(flat) for flat in self._flats], self.name)
         self._under_way = []
@@ -117,13 +118,13 @@ class DecentralizedAlgorithm(ParameterAverage):
         if self._is_with_one_peer and self._groups.leaders is not None:
             self._average_with_peer()
         wait_for([self._groups.broadcast(flat) for flat in self._flats], self.name)
-        if self._parameters.versions() != self._versions:
+        if self.parameters.versions() != self._versions:
             raise ReductionError(
                 f"{this_rank()}: parameters were written between a forward and the end of its backward, while the"
                 f" {self.name} was sending them; its result would undo the write. Step, load and edit before the"
                 " forward, and put forwards without a backward into torch.no_grad() or model.no_sync()"
             )
-        self._parameters.write(self._flats)
+        self.parameters.write(self._flats)
         self._num_exchanges += 1
 
     def _average_with_peer(self) -> None:

@@ -87,7 +87,16 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 def average_over(group: dist.ProcessGroup, parameters: FlatParameters, name: str) -> None:
-    """Replace the parameters by their mean over a group, the same bits on every rank; raises ReductionError."""
+    """Replace the parameters by their mean over a group, with the same bits on every rank.
+
+    Args:
+        group: Every rank of it calls this.
+        parameters: As many values on every rank.
+        name: What the error says has failed, the algorithm's name for example.
+
+    Raises:
+        ReductionError: A rank is gone, or has not come within the group's timeout.
+    """
     if group.size() == 1:
         return
     flats = parameters.new()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from ddp_compile.errors import ReductionError, this_rank
-from ddp_compile.runtime.algorithms.after_step import AfterStep, Exchange
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, average_over
-from ddp_compile.runtime.algorithms.parameter_average import refuse_interval
+from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
 from ddp_compile.runtime.comm.process_groups import own_group
 
 
-class LocalSGDAlgorithm(AfterStep):
+class LocalSGDAlgorithm(ParameterAverage):
     """Gradient all-reduce in warm-up, then the average of the parameters after each period of local steps.
 
     Source: the steps in which ``PeriodicModelAverager`` of torch 2.13 averages
@@ -31,23 +30,14 @@ class LocalSGDAlgorithm(AfterStep):
         super().__init__(process_group, period, warmup_steps)
         self.name = f"local SGD (period {period} after {warmup_steps} steps)"
 
-    def attach(self, parameters: Sequence[Parameter]) -> None:
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
         """Make a process group of its own, since between two steps the ranks may send other things in different
         orders."""
         super().attach(parameters)
-        self._group = own_group(self._process_group, parameters[0].device)
+        self._group = own_group(self.process_group, next(iter(parameters.values())).device)
 
-    def communicate(self) -> None:
-        average_over(self._group, self._parameters, self.name)
-
-    def _step_ends(self) -> None:
-        if self._exchange is Exchange.AFTER_STEP and self._steps.has_gradients:
-            raise ReductionError(
-                f"{this_rank()}: an optimizer has stepped again after the {self.name} has averaged the parameters, so"
-                " the ranks' parameters differ. Take one step of each optimizer for each backward that is reduced, and"
-                " start again from a checkpoint"
-            )
-        super()._step_ends()
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        average_over(self._group, self.parameters, self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

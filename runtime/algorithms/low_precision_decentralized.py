@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.kernels.contract.reference import row_bytes
 from ddp_compile.kernels.executors import KERNEL_DTYPES
-from ddp_compile.runtime.algorithms.after_step import AfterStep
 from ddp_compile.runtime.algorithms.messages import exchange, objection_to_messages, wait_for
-from ddp_compile.runtime.algorithms.parameter_average import refuse_interval
+from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.process_groups import NodeGroups
@@ -34,7 +34,7 @@ SEGMENT_NUMEL = 8 * BLOCK_NUMEL
 _WHOLE = 1 << 30
 
 
-class LowPrecisionDecentralizedAlgorithm(AfterStep):
+class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
     """Each rank keeps copies of its own parameters after the last exchange, W, and of both neighbors', L and R.
 
     After a step has turned W into x, it sends q = D(C(z)) with z = x + L / 3 + R / 3 - 5 / 3 W to both neighbors, and
@@ -58,12 +58,12 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
         """The process group must be able to send messages from the parameters' device."""
-        return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
+        return objection_to_messages(self.name, self.process_group, next(iter(parameters.values())).device)
 
-    def attach(self, parameters: Sequence[Parameter]) -> None:
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
         """Make process groups and copies of the parameters; raises if nodes are unknown, or differ in size."""
-        device = parameters[0].device
-        self._groups = NodeGroups.of(self._process_group, device, self.name, self._hierarchical)
+        device = next(iter(parameters.values())).device
+        self._groups = NodeGroups.of(self.process_group, device, self.name, self._hierarchical)
         if len(set(self._groups.sizes)) > 1:
             raise ValueError(
                 f"the {self.name} needs nodes of one size, since in its ring every node has the same weight, but these"
@@ -72,19 +72,19 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         super().attach(parameters)
         leaders = self._groups.leaders
         has_two_neighbors = leaders is not None and leaders.size() > 2
-        self._own, self._left = self._parameters.new(), self._parameters.new()
-        self._right = self._parameters.new() if has_two_neighbors else self._left  # both are the same rank
+        self._own, self._left = self.parameters.new(), self.parameters.new()
+        self._right = self.parameters.new() if has_two_neighbors else self._left  # both are the same rank
         for flats in self._kept().values():
-            self._parameters.read(flats)
+            self.parameters.read(flats)
         if leaders is not None and work_blocks_host(leaders, device):
             keep_after(self, partial(_let_neighbors_have, self._under_way))
 
     @torch.no_grad()
-    def communicate(self) -> None:
-        if self._process_group.size() == 1:
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        if self.process_group.size() == 1:
             return
         groups = self._groups
-        blocks = self._parameters.blocks(BLOCK_NUMEL) if groups.within is None and not self._begins_anew else None
+        blocks = self.parameters.blocks(BLOCK_NUMEL) if groups.within is None and not self._begins_anew else None
         if blocks is None or groups.leaders is None:
             self._exchange_copies()
         else:
@@ -94,8 +94,8 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
     def _exchange_copies(self) -> None:
         """Exchange copies instead of the parameters themselves: a node's mean, or whole parameters."""
         groups = self._groups
-        flats = self._parameters.new()
-        self._parameters.read(flats)
+        flats = self.parameters.new()
+        self.parameters.read(flats)
         if groups.within is not None:
             for flat in flats:
                 flat.mul_(1 / groups.sizes[groups.node])
@@ -107,7 +107,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
                 blocks = [[[block] for block in flat.split(BLOCK_NUMEL)] for flat in flats]
                 self._exchange_with_neighbors(blocks, groups.leaders)
         wait_for([groups.broadcast(flat) for flat in flats], self.name)
-        self._parameters.write(flats)
+        self.parameters.write(flats)
 
     def _exchange_with_neighbors(self, blocks: Sequence[Sequence[Sequence[Tensor]]], group: dist.ProcessGroup) -> None:
         """Let x become the new W, segment by segment; each is sent while the next one is computed."""
@@ -142,8 +142,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             own.copy_(x)
         self._begins_anew = False
 
-    def _finish_exchanges(self) -> None:
-        super()._finish_exchanges()
+    def finish_exchanges(self) -> None:
         self._receive()
 
     @torch.no_grad()
@@ -163,17 +162,19 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
 
     def state_dict(self) -> dict[str, Any]:
         """W, L and R, and the numbers of steps and exchanges. Every rank calls it."""
+        state = super().state_dict()
+        self._receive()
         return {
-            **super().state_dict(),
-            "rank": self._process_group.rank(),
-            "world_size": self._process_group.size(),
+            **state,
+            "rank": self.process_group.rank(),
+            "world_size": self.process_group.size(),
             "num_exchanges": self._num_exchanges,
             "begins_anew": self._begins_anew,
             **{key: [flat.clone() for flat in flats] for key, flats in self._kept().items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._refuse_state(state)
+        self.refuse_state(state)
         self._receive()
         for key, flats in self._kept().items():
             for flat, given in zip(flats, state[key], strict=True):
@@ -181,9 +182,9 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         super().load_state_dict(state)
         self._num_exchanges, self._begins_anew = state["num_exchanges"], state["begins_anew"]
 
-    def _refuse_state(self, state: Mapping[str, Any]) -> None:
-        super()._refuse_state(state)
-        group = self._process_group
+    def refuse_state(self, state: Mapping[str, Any]) -> None:
+        super().refuse_state(state)
+        group = self.process_group
         if (state["rank"], state["world_size"]) != (group.rank(), group.size()):
             raise ValueError(
                 f"rank {group.rank()} of {group.size()}: the {self.name} was given the state of rank {state['rank']} of"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -10,80 +10,75 @@ from torch.nn import Parameter
 
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
-from ddp_compile.runtime.algorithms.optimizer_steps import OptimizerSteps
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending
 
 
 class ParameterAverage(CommAlgorithm):
-    """Averages gradients in warm-up, if there is one, and parameters after it.
+    """Base class: averages gradients in warm-up, if there is one, and communicates parameters after it.
 
-    Steps are counted by iterations: backwards that are reduced.
+    Steps are counted by iterations: backwards that are reduced. A subclass communicates in those that `meets_others`:
+    in `before_forward`, `after_backward` or `after_step`. In `detach`, parameters become their mean over the ranks.
 
     Args:
+        process_group: Of the module.
         interval: Parameters are sent in each ``interval``-th step after warm-up.
         warmup_steps: Number of steps in which gradients are averaged.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, interval: int = 1, warmup_steps: int = 0) -> None:
-        self._process_group = process_group
-        self._interval = interval
+        self.process_group = process_group
+        self.interval = interval
         self._warmup_steps = warmup_steps
-        self._num_steps = 0
+        self.num_steps = 0
         self._all_reduce = AllReduce(process_group)
 
     @property
     def sends_gradients(self) -> bool:
-        return self._num_steps < self._warmup_steps
+        return self.num_steps < self._warmup_steps
 
     @property
     def meets_others(self) -> bool:
-        """Whether parameters are sent in this step."""
-        return super().meets_others and (self._num_steps - self._warmup_steps) % self._interval == 0
+        """Whether parameters are sent in this step: the first after warm-up, and every ``interval``-th from there."""
+        return super().meets_others and (self.num_steps - self._warmup_steps) % self.interval == 0
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """See `CommAlgorithm.launch`; only called in warm-up."""
         return self._all_reduce.launch(bucket, is_last)
 
-    def attach(self, parameters: Sequence[Parameter]) -> None:
-        self._parameters = FlatParameters(parameters)
-        self._steps = OptimizerSteps(parameters, self._step_begins, self._step_ends)
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
+        self.parameters = FlatParameters(list(parameters.values()))
 
     def detach(self, together: bool) -> None:
         """Replace the parameters by their mean over all ranks, see `CommAlgorithm.detach`."""
-        self._steps.stop()
         if together:
-            self._finish_exchanges()
-            average_over(self._process_group, self._parameters, self.name)
+            self.finish_exchanges()
+            average_over(self.process_group, self.parameters, self.name)
+
+    def finish_exchanges(self) -> None:
+        """Leave nothing under way; called on every rank."""
 
     def after_backward(self) -> None:
-        self._num_steps += 1
-        self._steps.iteration_ends()
+        self.num_steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"algorithm": type(self).__name__, "num_steps": self._num_steps}
+        """The number of steps. Every rank calls it."""
+        return {**super().state_dict(), "algorithm": type(self).__name__, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `CommAlgorithm.load_state_dict`; the settings may differ."""
-        self._refuse_state(state)
-        self._num_steps = state["num_steps"]
+        self.refuse_state(state)
+        self.num_steps = state["num_steps"]
+        super().load_state_dict({})
 
-    def _refuse_state(self, state: Mapping[str, Any]) -> None:
+    def refuse_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError if this is the state of another algorithm, or of other parameters."""
         given = state.get("algorithm", "unknown algorithm")
         if given != type(self).__name__:
             raise ValueError(
                 f"the {self.name} was given the state of {given}, but needs that of {type(self).__name__}; load it into"
                 " the algorithm whose state_dict() it is"
             )
-
-    def _finish_exchanges(self) -> None:
-        """Leave nothing under way or due; called on every rank."""
-
-    def _step_begins(self) -> None:
-        """An optimizer of some of the parameters is about to step."""
-
-    def _step_ends(self) -> None:
-        """It has stepped."""
 
 
 def refuse_interval(config: str, name: str, value: object, least: int = 1) -> None:

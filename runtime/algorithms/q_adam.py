@@ -91,7 +91,7 @@ class MomentumExchange(CollectiveChain):
             )
         return ""
 
-    def attach(self, parameters: Sequence[Parameter]) -> None:
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
         """Make a process group of its own, which warm-up uses too, and exchange for the optimizer."""
         self.take_own_group(parameters)
         self._in_warmup.process_group = self._afterward.process_group = self.process_group

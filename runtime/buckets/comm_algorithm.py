@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ddp_compile.plan.spec import Layout
 from ddp_compile.runtime.buckets.sharding import NOT_SHARDED, Sharding
 
 if TYPE_CHECKING:
     from ddp_compile.runtime.buckets.bucket import Bucket
+    from ddp_compile.runtime.buckets.step_watch import StepWatch
 
 
 Payload = Literal["gradients", "parameters", "both"]
@@ -105,9 +107,9 @@ class Pending(Protocol):
 class CommAlgorithm(ABC):
     """How one module's ranks communicate; built by an `AlgorithmConfig`.
 
-    Every rank calls the methods in the same order, except for `evaluation` and the states. The thread that runs the
-    backward calls `launch` and `after_backward`. docs/custom_algorithms.md says when each method is called and what it
-    may rely on.
+    Every rank calls the methods in the same order, except for `using_parameters` and the states. The thread that runs
+    the backward calls `launch` and `after_backward`. docs/custom_algorithms.md says when each method is called and what
+    it may rely on.
     """
 
     #: Appears in errors, and is compared between the ranks: "gradient all-reduce", "comm hook fp16_compress_hook".
@@ -117,6 +119,8 @@ class CommAlgorithm(ABC):
     shares_process_group: bool = True
     #: Whether ``register_comm_hook`` may replace it by a hook.
     gives_way_to_comm_hook: bool = False
+    #: Calls `after_step`; the reducer's.
+    step_watch: StepWatch | None = None
 
     @property
     def sends_gradients(self) -> bool:
@@ -143,17 +147,20 @@ class CommAlgorithm(ABC):
 
     @property
     def meets_others(self) -> bool:
-        """Whether the ranks exchange anything besides buckets in this iteration."""
+        """Whether the ranks exchange anything besides buckets in this iteration, and `after_step` is called after it.
+
+        Override it if they do so in some iterations only. Read before `after_backward`.
+        """
         return not self.sends_gradients and self.traits.in_step
 
-    def attach(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  # most have nothing to do
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:  # noqa: B027  # most have nothing to do
         """Called once, before all methods below, with parameters that are equal on all ranks.
 
         Called again after `detach` if its replacement could not be attached.
 
         Args:
-            parameters: The parameters to reduce, in registration order. The ``index`` of a bucket's gradient is its
-                position here.
+            parameters: The parameters to reduce, by name, in registration order. The ``index`` of a bucket's gradient
+                is its position here.
         """
 
     def detach(self, together: bool) -> None:  # noqa: B027  # most have nothing to do
@@ -174,9 +181,6 @@ class CommAlgorithm(ABC):
                 so send nothing.
         """
 
-    def after_forward(self) -> None:  # noqa: B027  # most have nothing to do
-        """Called after a forward with gradients, also if it raised and inside ``no_sync``, on the forward's stream."""
-
     def after_backward(self) -> None:  # noqa: B027  # most have nothing to do
         """Called when an iteration ends: every ``.grad`` has its final value, reduced or this rank's own.
 
@@ -184,8 +188,24 @@ class CommAlgorithm(ABC):
         without a forward before it skipped a bucket because one of its parameters has no gradient yet.
         """
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """A context for forwards without gradients, and for optimizers that step inside a backward."""
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:  # noqa: B027  # most have nothing to do
+        """Called once for each iteration in which `meets_others` was true, when its step is done or skipped.
+
+        Called as soon as every parameter with a gradient was stepped. If that does not happen, as when a GradScaler
+        skips the step, it is called before anything else of this module may be sent: when the next forward begins, or
+        in `state_dict`. Every rank calls it, so it may communicate, and write parameters. Not called in a forward
+        inside ``no_sync`` as long as there are gradients that could still be stepped.
+
+        Args:
+            optimizers: Those that have stepped any of the parameters since the backward. Empty if the step was skipped.
+        """
+
+    def using_parameters(self, trains: bool) -> AbstractContextManager[None]:
+        """A context for every forward, also inside ``no_sync``, and for optimizers that step inside a backward.
+
+        Args:
+            trains: Whether this is a forward with gradients, whose backward may still use the parameters afterward.
+        """
         return nullcontext()
 
     def before_load(self) -> None:  # noqa: B027  # most have nothing to do
@@ -198,18 +218,23 @@ class CommAlgorithm(ABC):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. With those of the module and the optimizer, training resumes bit for bit.
 
-        Tensors are copies. Called between two steps. Each rank has its own state.
+        Tensors are copies. Called between two steps. Each rank has its own state. If `after_step` is overridden, begin
+        with ``super().state_dict()``, which makes the call that is due after a skipped step.
         """
+        if self.step_watch is not None:
+            self.step_watch.call_if_due()
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state_dict` returned on this rank.
+        """Resume from what `state_dict` returned on this rank. End with ``super().load_state_dict({})``.
 
         Raises:
             ValueError: It belongs to another algorithm, or to other parameters.
         """
         if state:
             raise ValueError(f"the {self.name} has no state, but was given another algorithm's: {', '.join(state)}")
+        if self.step_watch is not None:
+            self.step_watch.forget()
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """Start reducing a bucket. Override it unless the payload is ``"parameters"``.

@@ -85,16 +85,16 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             return objection_to_messages("sharded optimizer of whole parameters", self._process_group, device)
         return ""
 
-    def attach(self, parameters: Sequence[Parameter]) -> None:
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
         """Make process groups of its own, for gathers and for gradients; take over the optimizer's steps."""
         ranks = dist.get_process_group_ranks(self._process_group)
-        device = parameters[0].device
+        device = next(iter(parameters.values())).device
         gathers = gradients = self._process_group
         if len(ranks) > 1:
             gathers, gradients = (group_of(ranks, self._process_group, device) for _ in range(2))
             self.shares_process_group = False
-        self._parameters = list(parameters)
-        self._num_elements = sum(parameter.numel() for parameter in parameters)
+        self._parameters = list(parameters.values())
+        self._num_elements = sum(parameter.numel() for parameter in self._parameters)
         self._gradients = ShardedGradients(self._parameters, self._names)
         self._transfers = ShardTransfers(gathers, gradients, device)
         self._reader = ParameterReader(self._parameters, self._overlaps)

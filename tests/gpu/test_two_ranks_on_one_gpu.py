@@ -14,7 +14,7 @@ from device_tensors import on_gpu
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile, shard_optimizer
-from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, Decentralized, GradientAllReduce, LocalSGD
+from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, Decentralized, DiLoCo, GradientAllReduce, LocalSGD
 
 pytestmark = on_gpu
 
@@ -26,6 +26,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "ByteGrad": ByteGrad(),
     "decentralized": Decentralized(),
     "local SGD": LocalSGD(period=2),
+    "DiLoCo": DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, fragment_update_alpha=0.5),
     "sharded": GradientAllReduce(),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,8 @@ class ParameterAverage(CommAlgorithm):
     def __init__(self) -> None:
         self.num_backwards = 0
 
-    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
+    def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = parameters.values()
 
     def before_forward(self, synchronize: bool) -> None:
         if synchronize:

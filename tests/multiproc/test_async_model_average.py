@@ -177,7 +177,7 @@ def trains_while_the_other_waits(algorithm: Any) -> int:
     if dist.get_rank() == 0:
         store.set("rank 0 has ended", "")
     model.comm_algorithm.abort()
-    return model.comm_algorithm._num_steps
+    return model.comm_algorithm.num_steps
 
 
 def test_no_rank_waits_for_another(ranks: Ranks) -> None:
@@ -241,7 +241,7 @@ def test_what_is_written_by_hand_is_kept_or_an_error() -> None:
     off = (flat_of(model) - begin - num_writes).abs().max().item()
     add_one(model)  # nothing else writes now
     algorithm.resume()
-    with algorithm.evaluation():
+    with algorithm.using_parameters(trains=False):
         pass
     add_one(model)
     with pytest.raises(ReductionError) as said:

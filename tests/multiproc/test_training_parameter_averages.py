@@ -25,6 +25,7 @@ from ddp_compile.algorithms import (
     AsyncModelAverage,
     ByteGrad,
     Decentralized,
+    DiLoCo,
     GradientAllReduce,
     LocalSGD,
     LowPrecisionDecentralized,
@@ -38,6 +39,9 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "shift_one": PAIRS,
     "low precision": RING,
     "local SGD": LocalSGD(period=2, warmup_steps=3),
+    "DiLoCo": DiLoCo(
+        sync_every=4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.5, wire_dtype=torch.uint8
+    ),
 }
 
 
@@ -85,7 +89,7 @@ def make_with_optimizer(name: str) -> tuple[Any, torch.optim.Optimizer]:
     return make_qadam(seeded(lambda: Mlp(17, 2))) if name == "QAdam" else make_model(ALGORITHMS[name])
 
 
-@pytest.mark.parametrize("name", only(["shift_one", "low precision", "QAdam"], [*ALGORITHMS, "QAdam"]))
+@pytest.mark.parametrize("name", only(["shift_one", "low precision", "DiLoCo", "QAdam"], [*ALGORITHMS, "QAdam"]))
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_a_checkpoint_in_mid_cycle_is_gone_on_from_bit_for_bit(name: str) -> None:
@@ -412,7 +416,8 @@ def test_the_state_of_another_rank_is_refused() -> None:
 
 @on_ranks(2)
 def test_every_algorithm_may_follow_every_other() -> None:
-    chain = [GradientAllReduce(), Decentralized(), RING, ByteGrad(), LocalSGD(period=3), PAIRS, AsyncModelAverage()]
+    chain = [GradientAllReduce(), Decentralized(), RING, ByteGrad(), LocalSGD(period=3), PAIRS]
+    chain += [ALGORITHMS["DiLoCo"], AsyncModelAverage()]
     model, optimizer = make_model(chain[0], backend="aot_eager")
     for number, config in enumerate([*chain[1:], GradientAllReduce()]):
         for step in range(3):

@@ -20,6 +20,7 @@ from ddp_compile.algorithms import (
     AsyncModelAverage,
     ByteGrad,
     Decentralized,
+    DiLoCo,
     GradientAllReduce,
     LocalSGD,
     LowPrecisionDecentralized,
@@ -362,6 +363,9 @@ _ON_NCCL: dict[str, Program] = {
     "ring": partial(with_algorithm, algorithm=LowPrecisionDecentralized()),
     "ring, one node": partial(with_algorithm, algorithm=LowPrecisionDecentralized(hierarchical=True), node_of_two=True),
     "local SGD": partial(with_algorithm, algorithm=LocalSGD(period=2)),
+    "DiLoCo": partial(
+        with_algorithm, algorithm=DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, wire_dtype=torch.uint8)
+    ),
     "asynchronous average": asynchronous,
     "switched algorithms": switched,
     "sharded": sharded,

@@ -332,3 +332,13 @@ def test_private_names_are_where_they_are_asked_for() -> None:
     missing = {name for name, since in SINCE.items() if release < release_of(since)}
     missing |= {name for name, until in UNTIL.items() if release >= release_of(until)}
     assert {name for name in names if not exists(name)} == missing
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "low_precision_decentralized"])
+def test_algorithms_after_a_step_use_what_a_user_can(name: str) -> None:
+    """Of the reducer and the other algorithms; checks of settings, streams and texts of errors are left out."""
+    algorithms = importlib.import_module("ddp_compile.algorithms")
+    imported = imports_of_ours(f"ddp_compile.runtime.algorithms.{name}")
+    ours = {each for each in imported if re.match(r"ddp_compile\.runtime\.(algorithms|buckets)\.\w+\.", each)}
+    refused = {each.rpartition(".")[2] for each in ours} - set(algorithms.__all__)
+    assert refused == {"refuse_interval"} | ({"FLOATING"} if name == "local_sgd" else set())

@@ -1,9 +1,9 @@
-"""Callbacks around the steps of every optimizer that has some of the parameters."""
+"""Notices the steps of every optimizer that has some of the parameters."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,20 +17,20 @@ from ddp_compile.runtime.comm import streams
 
 
 class OptimizerSteps:
-    """Calls back before and after each step of a ``torch.optim.Optimizer`` that has some of the parameters.
+    """Calls `step_begins` and `step_ends` around each step of a ``torch.optim.Optimizer`` that has some parameters.
 
     If an optimizer wraps another one, as ``PostLocalSGDOptimizer`` does, the outermost step counts. If there are
-    several optimizers side by side, each calls back, and `all_have_stepped` says whether all of them have stepped. A
-    step that raises does not call back at its end; the next forward outside a step resets it.
+    several optimizers side by side, both are called for each, and `all_have_stepped` says whether all of them have
+    stepped. `step_ends` is not called for a step that raises; the next forward outside a step resets it.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = list(parameters)
         self._numbers = {id(parameter) for parameter in parameters}
-        self._before, self._after = before, after
         self._inside: list[weakref.ref[Optimizer]] = []
         self._num_iterations_inside = 0
         self._stepped: set[int] = set()
+        self._optimizers: list[weakref.ref[Optimizer]] = []  # that have stepped since the last iteration
         self._last: set[int] = set()  # the parameters of the optimizer that began to step last
         alive = weakref.ref(self)
 
@@ -49,6 +49,22 @@ class OptimizerSteps:
         ]
         weakref.finalize(self, _remove, self._handles)
 
+    def step_begins(self) -> None:
+        """An optimizer of some of the parameters is about to step."""
+
+    def step_ends(self) -> None:
+        """It has stepped."""
+
+    @property
+    def stepped(self) -> list[Optimizer]:
+        """The optimizers that have stepped since the last iteration, in this order."""
+        return [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is under way, unless it has raised."""
+        return bool(self._inside)
+
     @property
     def all_have_stepped(self) -> bool:
         """Whether each parameter with a gradient has been stepped since the last iteration."""
@@ -59,8 +75,13 @@ class OptimizerSteps:
         """Whether the optimizer that stepped last has a gradient; without one, a step changes nothing."""
         return any(p.grad is not None and id(p) in self._last for p in self._parameters)
 
-    def forward_begins(self, algorithm: str) -> bool:
-        """A forward with gradients begins; returns whether that is in the closure of a step.
+    @property
+    def has_gradients_left(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(p.grad is not None for p in self._parameters)
+
+    def is_inside_step(self, algorithm: str) -> bool:
+        """Whether a forward that begins is in the closure of a step.
 
         Raises:
             ReplicationError: It is the second iteration inside one step.
@@ -81,7 +102,7 @@ class OptimizerSteps:
 
     def iteration_ends(self) -> None:
         self._num_iterations_inside += bool(self._inside)
-        self._stepped = set()
+        self._stepped, self._optimizers = set(), []
 
     def stop(self) -> None:
         _remove(self._handles)
@@ -95,7 +116,7 @@ class OptimizerSteps:
             if len(self._inside) == 1:
                 self._num_iterations_inside = 0
                 self._last = ids
-                self._before()
+                self.step_begins()
 
     def _ends(self, optimizer: Optimizer) -> None:
         inside = [other() for other in self._inside]
@@ -104,7 +125,8 @@ class OptimizerSteps:
         self._inside = self._inside[: inside.index(optimizer)]
         self._stepped |= self._ids_of(optimizer)
         if not self._inside:
-            self._after()
+            self._optimizers.append(weakref.ref(optimizer))
+            self.step_ends()
 
     def _ids_of(self, optimizer: Optimizer) -> set[int]:
         return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,0 +1,398 @@
+"""DiLoCo: every rank takes many steps by itself, and the mean way of all ranks is a step of an outer optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReductionError, shorten_names, this_rank
+from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
+from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
+from ddp_compile.runtime.algorithms.messages import wait_for
+from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
+from ddp_compile.runtime.comm.process_groups import own_group
+from ddp_compile.runtime.comm.streams import used_here
+
+#: If nothing has written to any parameter by then, it is no scaler that skips steps.
+_STEPS_WITHOUT_OPTIMIZER = 100
+
+
+class DiLoCoAlgorithm(ParameterAverage):
+    """Each fragment keeps its parameters after its last outer step, g, and the outer momentum m.
+
+    At its own step of each cycle of H, every rank sends g - x, where x are its parameters. With d, the mean over the
+    ranks, m becomes momentum m + d, and g becomes g - lr (d + momentum m). Then x becomes (1 - alpha) g + alpha x.
+    These are the operations of ``torch.optim.SGD(nesterov=True)``, with d for the gradient, in the parameters' dtype.
+    """
+
+    traits = Traits(payload="parameters", takes_dtypes=(torch.float32, torch.bfloat16, torch.float16))
+
+    def __init__(self, process_group: dist.ProcessGroup, config: DiLoCo) -> None:
+        super().__init__(process_group)
+        self._config = config
+        self.name = f"DiLoCo (every {config.sync_every} steps, {config.fragments} fragments"
+        self.name += f", delayed by {config.fragment_sync_delay} with alpha {config.fragment_update_alpha}"
+        self.name += f", {config.wire_dtype}, outer lr {config.outer_lr}, momentum {config.outer_momentum})"
+        self._begins_anew = False  # parameters were loaded, but not g and m
+
+    def objection(self, parameters: Mapping[str, Parameter]) -> str:
+        """There must be as many parameters as fragments."""
+        if len(parameters) >= self._config.fragments:
+            return ""
+        return (
+            f"DiLoCo(fragments={self._config.fragments}) has more fragments than the model has parameters to reduce,"
+            f" {len(parameters)}; pass at most so many"
+        )
+
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
+        """Make a process group of its own, and for each fragment copies of the parameters and momenta."""
+        super().attach(parameters)
+        self._named = dict(parameters)
+        self._stepped: set[int] = set()  # ids of parameters that optimizers have stepped
+        self._versions = self.parameters.versions()
+        self._group = own_group(self.process_group, next(iter(parameters.values())).device)
+        parts = cut(list(parameters.values()), self._config.fragments)
+        self._fragments = [
+            _Fragment(part, self._config, self._config.sync_every * (number + 1) // len(parts), self._group, self.name)
+            for number, part in enumerate(parts)
+        ]
+
+    @property
+    def meets_others(self) -> bool:
+        """Whether a fragment is sent or received after this step."""
+        step = self.num_steps + 1
+        return self._begins_anew or any(fragment.acts_after(step) for fragment in self._fragments)
+
+    def after_backward(self) -> None:
+        if self._begins_anew:
+            self._begin_anew()
+        super().after_backward()
+
+    @torch.no_grad()
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        self._refuse_other_parameters(optimizers)
+        for fragment in self._fragments:
+            fragment.act(self.num_steps)
+
+    def finish_exchanges(self) -> None:
+        for fragment in self._fragments:
+            fragment.finish()
+
+    def before_load(self) -> None:
+        """Unless g and m are loaded after the module's parameters, begin anew from the ranks' mean."""
+        self._begins_anew = True
+
+    def _begin_anew(self) -> None:
+        self.finish_exchanges()
+        average_over(self._group, self.parameters, self.name)
+        for fragment in self._fragments:
+            fragment.begin_anew()
+        self._begins_anew = False
+
+    def _refuse_other_parameters(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise if parameters have gradients, but the optimizers are over others; not if a scaler skips their steps."""
+        self._stepped |= {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        left = {name: p.grad for name, p in self._named.items() if p.grad is not None and id(p) not in self._stepped}
+        are_wanted = bool(left) and all(bool(g.isfinite().all()) for g in left.values())
+        are_wanted = are_wanted and any(bool(g.any()) for g in left.values())
+        are_idle = not self._stepped and self.num_steps >= _STEPS_WITHOUT_OPTIMIZER
+        if are_wanted or (are_idle and self.parameters.versions() == self._versions):
+            raise ReductionError(
+                f"{this_rank()}: {self.num_steps} steps of the {self.name} are over, but no torch.optim.Optimizer has"
+                f" stepped these parameters: {shorten_names(list(left or self._named))}. Give all parameters of the"
+                " model to optimizers; or freeze these with requires_grad_(False) before ddp_compile, or name them in"
+                " parameters_to_ignore"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fragments, and the number of steps. Every rank calls it, and has errors of its own with eight bits."""
+        state = super().state_dict()
+        self.finish_exchanges()
+        fragments = [fragment.state_dict() for fragment in self._fragments]
+        return {**state, "begins_anew": self._begins_anew, "fragments": fragments}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume; load the module's parameters first."""
+        self.refuse_state(state)
+        self.finish_exchanges()
+        for fragment, given in zip(self._fragments, state["fragments"], strict=True):
+            fragment.load_state_dict(given)
+        self._begins_anew = state["begins_anew"]
+        super().load_state_dict(state)
+
+    def refuse_state(self, state: Mapping[str, Any]) -> None:
+        super().refuse_state(state)
+        if [fragment.shapes for fragment in self._fragments] != [_shapes_of(each) for each in state["fragments"]]:
+            raise ValueError(
+                f"{this_rank()}: the {self.name} was given the state of other parameters or fragments, of another"
+                " wire_dtype or, with torch.uint8, of another number of ranks; load it into the algorithm whose"
+                " state_dict() it is"
+            )
+
+
+#: Yields the works of each collective with the tensors that are still used, and returns the mean over the ranks. No
+#: method, since its frame must not keep a fragment alive that keeps it.
+_Stages = Generator[tuple[list[Any], list[Tensor]], None, list[Tensor]]
+
+
+def _mean(ways: list[Tensor], wire_dtype: torch.dtype, group: dist.ProcessGroup) -> _Stages:
+    if group.size() > 1:
+        ways = [way.mul_(1 / group.size()).to(wire_dtype) for way in ways]
+        yield [dist.all_reduce(way, group=group, async_op=True) for way in ways], ways
+    return ways
+
+
+def _mean_of_bytes(
+    ways: list[Tensor], lost: list[Tensor], lost_of_sums: list[Tensor], group: dist.ProcessGroup
+) -> _Stages:
+    """An all-to-all of compressed chunks, whose compressed sums are sent to all.
+
+    Every rank decodes the same bytes, the owner of a chunk too, so all have the same bits.
+
+    Args:
+        ways: This rank's.
+        lost: For each the chunks of what rounding has lost, one for each rank. It is added to what is sent.
+        lost_of_sums: The same for the chunk whose sum this rank sends.
+    """
+    sent = []
+    for way, of_way in zip(ways, lost, strict=True):
+        of_way.view(-1)[: way.numel()] += way
+        sent.append(_compress(of_way, group.size()))
+    received = [torch.empty_like(rows) for rows in sent]
+    pairs = zip(received, sent, strict=True)
+    yield [dist.all_to_all_single(to, rows, group=group, async_op=True) for to, rows in pairs], ways + sent + received
+    owned = []
+    for rows, total in zip(received, lost_of_sums, strict=True):
+        for row in rows:
+            minmax_u8_decompress(row[None], part := torch.empty_like(total))
+            total.add_(part, alpha=1 / group.size())
+        owned.append(_compress(total, 1))
+    gathered = [torch.empty_like(rows) for rows in sent]
+    pairs = zip(gathered, owned, strict=True)
+    works = [torch_internals.all_gather_single(to.view(-1), row.view(-1), group) for to, row in pairs]
+    yield works, ways + gathered + owned
+    for way, rows, of_way in zip(ways, gathered, lost, strict=True):
+        minmax_u8_decompress(rows, mean := torch.empty_like(of_way).view(-1))
+        way.copy_(mean[: way.numel()])
+    return ways
+
+
+class _Fragment:
+    """A part of the model, which is synchronized at its own steps.
+
+    Args:
+        parameters: Its parameters.
+        config: The settings.
+        offset: The first step after which it is sent.
+        group: The process group of the algorithm.
+        name: Of the algorithm.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], config: DiLoCo, offset: int, group: dist.ProcessGroup, name: str
+    ) -> None:
+        self._parameters, self._config, self._offset = FlatParameters(parameters), config, offset
+        self._group, self._name = group, name
+        self._mean: list[Tensor] | None = None  # of the ranks' ways, received but not applied
+        self._stages: _Stages | None = None  # of an exchange under way
+        self._works: list[Any] = []
+        self._used: list[Tensor] = []  # by these works, and after them
+        self._before, self._momentum = self._parameters.new(), self._parameters.new()
+        self._parameters.read(self._before)
+        chunks = [math.ceil(flat.numel() / group.size()) for flat in self._before] if self._is_compressed else []
+        # What eight bits have lost, of this rank's ways and of the chunks of the sums that it owns.
+        self._lost = [torch.zeros(group.size(), n, device=self._before[0].device) for n in chunks]
+        self._lost_of_sums = [torch.zeros(n, device=self._before[0].device) for n in chunks]
+
+    @property
+    def _is_compressed(self) -> bool:
+        return self._config.wire_dtype is torch.uint8 and self._group.size() > 1
+
+    def acts_after(self, step: int) -> bool:
+        """Whether it sends or receives after this step, counted from 1."""
+        delay = self._config.fragment_sync_delay
+        return self._age(step) in ((0, delay, self._middle) if self._is_compressed else (0, delay))
+
+    @property
+    def _middle(self) -> int:
+        """Age at which the second of two collectives is started, so that both have half of the delay."""
+        return (self._config.fragment_sync_delay + 1) // 2
+
+    def _age(self, step: int) -> int | None:
+        """The number of steps since it was sent; None if it never was."""
+        return None if step < self._offset else (step - self._offset) % self._config.sync_every
+
+    def act(self, step: int) -> None:
+        """Send and receive what is to be after this step."""
+        age = self._age(step)
+        if age == 0:
+            self._stages = self._exchange()
+            self._go_on()
+        elif age == self._middle and self._is_compressed:
+            self._go_on()
+        if age == self._config.fragment_sync_delay and (self._stages is not None or self._mean is not None):
+            self.finish()
+            self._apply()
+
+    def _exchange(self) -> _Stages:
+        x = self._parameters.new()
+        self._parameters.read(x)
+        ways = [before.float() - now.float() for before, now in zip(self._before, x, strict=True)]
+        if self._is_compressed:
+            return _mean_of_bytes(ways, self._lost, self._lost_of_sums, self._group)
+        return _mean(ways, self._config.wire_dtype, self._group)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Receive what is under way."""
+        while self._stages is not None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Wait for the collectives under way, and start the next ones."""
+        if self._stages is None:
+            return
+        wait_for(self._works, self._name)
+        used_here(self._used)  # another stream may have allocated them, at an earlier step
+        try:
+            self._works, self._used = next(self._stages)
+        except StopIteration as end:
+            self._mean, self._stages, self._works, self._used = end.value, None, [], []
+
+    def _apply(self) -> None:
+        """The outer step."""
+        config, mean = self._config, self._mean
+        assert mean is not None
+        used_here(mean)
+        self._mean, new = None, self._parameters.new()
+        self._parameters.read(new)
+        for before, momentum, way, x in zip(self._before, self._momentum, mean, new, strict=True):
+            gradient = way.to(before.dtype)
+            momentum.mul_(config.outer_momentum).add_(gradient)
+            before.add_(gradient.add(momentum, alpha=config.outer_momentum), alpha=-config.outer_lr)
+            x.copy_(before.lerp(x, config.fragment_update_alpha) if config.fragment_update_alpha else before)
+        self._parameters.write(new)
+
+    def begin_anew(self) -> None:
+        """Take the parameters for g, and forget all else."""
+        self._mean = None
+        self._parameters.read(self._before)
+        for flat in (*self._momentum, *self._lost, *self._lost_of_sums):
+            flat.zero_()
+
+    @property
+    def _kept(self) -> dict[str, list[Tensor]]:
+        momentum, lost, of_sums = self._momentum, self._lost, self._lost_of_sums
+        return {"before": self._before, "momentum": momentum, "lost": lost, "lost_of_sums": of_sums}
+
+    @property
+    def shapes(self) -> dict[str, list[torch.Size]]:
+        return _shapes_of(self._kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies; with the mean over the ranks if it was received but not applied. Nothing may be under way."""
+        mean = None if self._mean is None else [way.clone() for way in self._mean]
+        return {**{key: [flat.clone() for flat in flats] for key, flats in self._kept.items()}, "mean": mean}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state of the same `shapes`."""
+        for key, flats in self._kept.items():
+            for flat, given in zip(flats, state[key], strict=True):
+                flat.copy_(given)
+        device = self._before[0].device
+        self._mean = None if state["mean"] is None else [way.to(device, copy=True) for way in state["mean"]]
+
+
+def _compress(values: Tensor, num_chunks: int) -> Tensor:
+    """The compressed chunks of values, which become what rounding has lost of them."""
+    flat = values.view(-1)
+    rows = minmax_u8_compress(flat, num_chunks)
+    minmax_u8_decompress(rows, rounded := torch.empty_like(flat))
+    flat -= rounded
+    return rows
+
+
+def cut(parameters: Sequence[Parameter], count: int) -> list[list[Parameter]]:
+    """Cut a list into parts with about equally many values; none is empty."""
+    total, seen, parts = sum(parameter.numel() for parameter in parameters), 0, list[list[Parameter]]()
+    for number, parameter in enumerate(parameters):
+        must_cut = len(parameters) - number == count - len(parts)
+        if must_cut or (len(parts) < count and seen * count >= total * len(parts)):
+            parts.append([])
+        parts[-1].append(parameter)
+        seen += parameter.numel()
+    return parts
+
+
+def _shapes_of(state: Mapping[str, Any]) -> dict[str, list[torch.Size]]:
+    return {key: [flat.shape for flat in flats] for key, flats in state.items() if key != "mean"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiLoCo(AlgorithmConfig):
+    """Every rank trains by itself with any optimizer; after many steps, an outer optimizer steps by the mean way.
+
+    With H = ``sync_every`` it sends H times less than an all-reduce of gradients in float32; H = 100 to 500 is usual.
+    The outer optimizer is ``torch.optim.SGD(nesterov=True)``. It takes memory for two copies of the parameters, and
+    with eight bits for one more in float32. Parameters are averaged as soon as the optimizer has stepped, so an
+    evaluation after that step sees the same parameters on every rank. The arguments are named as those of
+    ``torchft.local_sgd.DiLoCo``, where it has them.
+
+    Args:
+        sync_every: Number of steps from one outer step to the next, of each fragment.
+        fragments: Number of parts of the model, cut in the order of registration, with about equally many values. They
+            are sent one after the other, evenly spread over the ``sync_every`` steps.
+        fragment_sync_delay: Number of steps for which the ranks train on while a fragment is under way; less than
+            ``sync_every``.
+        fragment_update_alpha: Weight of this rank's own parameters when the outer step's result is mixed with them,
+            from 0 to 1. With a delay, 0 drops what the rank has learned meanwhile.
+        wire_dtype: ``torch.float32``, ``torch.bfloat16``, or ``torch.uint8``: eight bits a value, relative to the
+            smallest and largest value of a chunk for each rank. What they lose is added the next time.
+        outer_lr: Learning rate of the outer optimizer.
+        outer_momentum: Its Nesterov momentum; 0 with ``outer_lr=1`` averages parameters.
+
+    Raises:
+        ValueError: A setting is out of range.
+
+    Source: Douillard et al. 2023, DiLoCo (arXiv 2311.08105), with its outer settings as defaults; Douillard et al.
+        2025, Streaming DiLoCo (arXiv 2501.18512) for fragments, delay and alpha.
+    """
+
+    sync_every: int
+    fragments: int = 1
+    fragment_sync_delay: int = 0
+    fragment_update_alpha: float = 0.0
+    wire_dtype: torch.dtype = torch.float32
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        refuse_interval("DiLoCo", "sync_every", self.sync_every)
+        refuse_interval("DiLoCo", "fragments", self.fragments)
+        refuse_interval("DiLoCo", "fragment_sync_delay", self.fragment_sync_delay, least=0)
+        if self.fragment_sync_delay >= self.sync_every:
+            raise ValueError(
+                f"DiLoCo(fragment_sync_delay={self.fragment_sync_delay}) must be less than"
+                f" sync_every={self.sync_every}, since a fragment is received before it is sent again"
+            )
+        if self.wire_dtype not in (torch.float32, torch.bfloat16, torch.uint8):
+            raise ValueError(
+                f"DiLoCo(wire_dtype={self.wire_dtype!r}): pass torch.float32, torch.bfloat16 or torch.uint8"
+            )
+        for name, most in (("fragment_update_alpha", 1.0), ("outer_lr", math.inf), ("outer_momentum", 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                raise ValueError(f"DiLoCo({name}={value!r}): pass a number from 0 to {most}")
+
+    def build(self, process_group: dist.ProcessGroup) -> DiLoCoAlgorithm:
+        return DiLoCoAlgorithm(process_group, self)

@@ -1,0 +1,323 @@
+"""DiLoCo, compared with one process that has all ranks and ``torch.optim.SGD`` for the outer optimizer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import flat_of, is_same_everywhere, of_all_ranks
+from in_ci import only
+from models import Mlp, loss_of
+from rank_pool import on_ranks
+from test_parameter_averages import Simulation, batch, make_adamw, make_model, train_step
+from torch import Tensor, nn
+
+from ddp_compile import ReductionError, ReplicationError, ddp_compile, shard_optimizer, torch_internals
+from ddp_compile.algorithms import DiLoCo, GradientAllReduce
+from ddp_compile.comm_hooks import allreduce_hook
+from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
+from ddp_compile.runtime.algorithms.diloco import cut
+
+STEPS = 10
+BYTES = DiLoCo(
+    sync_every=4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.25, wire_dtype=torch.uint8, outer_lr=0.5
+)
+CASES = {
+    "whole": DiLoCo(sync_every=3),
+    "fragments": DiLoCo(sync_every=5, fragments=3),
+    "delay": DiLoCo(sync_every=3, fragments=2, fragment_sync_delay=2, fragment_update_alpha=0.3),
+    "bfloat16": DiLoCo(sync_every=2, wire_dtype=torch.bfloat16),
+    "eight bits": DiLoCo(sync_every=2, wire_dtype=torch.uint8),
+    "all of it": BYTES,
+}
+
+
+# The reference.
+
+
+class Part(NamedTuple):
+    """A fragment: where its values are in the flat parameters, when it is sent, and what is kept."""
+
+    where: slice
+    offset: int
+    outer: nn.Parameter
+    optimizer: torch.optim.Optimizer
+    lost: list[Tensor]  # of each rank's ways
+    lost_of_sums: list[Tensor]
+
+
+def parts_of(module: nn.Module, config: DiLoCo, size: int) -> list[Part]:
+    """Fragments of whole parameters; a new one begins once its share of all values has been passed."""
+    numels = [p.numel() for p in module.parameters()]
+    share, ends, seen = sum(numels) / config.fragments, [], 0
+    for numel in numels:
+        seen += numel
+        if seen >= share * (len(ends) + 1):
+            ends.append(seen)
+    assert len(ends) == config.fragments
+    flat, parts = flat_of(module), []
+    for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        outer = nn.Parameter(flat[begin:end].clone())
+        optimizer = torch.optim.SGD([outer], lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True)
+        chunk = math.ceil((end - begin) / size)
+        lost = torch.zeros(2, size, size * chunk)
+        offset = (number + 1) * config.sync_every // config.fragments
+        parts.append(Part(slice(begin, end), offset, outer, optimizer, list(lost[0]), list(lost[1, :, :chunk])))
+    return parts
+
+
+def rounded(values: Tensor) -> Tensor:
+    result = torch.empty_like(values)
+    minmax_u8_decompress(minmax_u8_compress(values, implementation="reference"), result, implementation="reference")
+    return result
+
+
+def mean_of(ways: list[Tensor], part: Part, wire_dtype: torch.dtype) -> Tensor:
+    size, numel = len(ways), len(ways[0])
+    if wire_dtype is not torch.uint8 or size == 1:
+        dtype = wire_dtype if size > 1 else torch.float32
+        return torch.stack([(way / size).to(dtype) for way in ways]).sum(0).float()
+    sums = [lost.clone() for lost in part.lost_of_sums]
+    for way, lost in zip(ways, part.lost, strict=True):
+        lost[:numel] += way
+        for owner, chunk in enumerate(lost.chunk(size)):
+            sums[owner] += rounded(chunk) / size
+            chunk -= rounded(chunk)
+    for total, lost in zip(sums, part.lost_of_sums, strict=True):
+        lost.copy_(total - rounded(total))
+    return torch.cat([rounded(total) for total in sums])[:numel]
+
+
+def simulate(simulation: Simulation, config: DiLoCo) -> Iterator[list[Part]]:
+    parts, under_way = parts_of(simulation.models[0], config, simulation.size), {}
+    for step in range(STEPS):
+        simulation.compute_gradients(step)
+        simulation.step()
+        flats = simulation.flats()
+        for number, part in enumerate(parts):
+            since = step + 1 - part.offset
+            if since >= 0 and since % config.sync_every == 0:
+                ways = [part.outer.detach() - flat[part.where] for flat in flats]
+                under_way[number] = mean_of(ways, part, config.wire_dtype)
+            if since >= 0 and since % config.sync_every == config.fragment_sync_delay and number in under_way:
+                part.outer.grad = under_way.pop(number)
+                part.optimizer.step()
+                for flat in flats:
+                    flat[part.where] = torch.lerp(part.outer.detach(), flat[part.where], config.fragment_update_alpha)
+        for rank, flat in enumerate(flats):
+            simulation.set(rank, flat)
+        yield parts
+
+
+EVERYWHERE = [(name, size) for name in CASES for size in (1, 2, 3, 4)]
+IN_CI = [("fragments", 3), ("delay", 2), ("bfloat16", 2), ("eight bits", 2), ("all of it", 3)]
+
+
+@pytest.mark.parametrize(("name", "world_size"), only(IN_CI, EVERYWHERE))
+@on_ranks()
+@torch.compiler.set_stance("force_eager")
+def test_every_step_is_that_of_the_simulation(name: str, world_size: int) -> None:
+    """Looked at right after the optimizer's step. What the outer optimizer keeps is the same on every rank, bit by
+    bit."""
+    config, rank = CASES[name], dist.get_rank()
+    model, optimizer = make_model(config)
+    simulation = Simulation(copy.deepcopy(model), world_size)
+    begin = flat_of(model)
+    for step, parts in enumerate(simulate(simulation, config)):
+        train_step(model, optimizer, step)
+        expected = flat_of(simulation.models[rank])
+        tolerance = 1e-3 if config.wire_dtype is torch.bfloat16 and world_size > 2 else 2e-6
+        assert (flat_of(model) - expected).abs().max() < tolerance * expected.abs().max(), step
+        if step in (3, STEPS - 1):  # the others do not receive early
+            kept = model.comm_algorithm.state_dict()["fragments"]
+            outer, momentum = (torch.cat([f for each in kept for f in each[key]]) for key in ("before", "momentum"))
+            assert is_same_everywhere(outer) and is_same_everywhere(momentum)
+            assert (outer - torch.cat([part.outer.detach() for part in parts])).abs().max() < tolerance
+    assert (outer - begin).count_nonzero() > 1000
+
+
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_an_evaluation_after_the_step_sees_the_same_parameters_everywhere() -> None:
+    for wire_dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        model, optimizer = make_model(DiLoCo(sync_every=3, wire_dtype=wire_dtype))
+        alike = []
+        for step in range(6):
+            train_step(model, optimizer, step)
+            with torch.no_grad():
+                alike.append(is_same_everywhere(model(batch(0, 0, 0))))
+        assert alike == [False, False, True] * 2
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_scaler_of_one_rank_may_skip_the_step_before_the_outer_one() -> None:
+    model, optimizer = make_model(DiLoCo(sync_every=2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(6):
+        with model.no_sync():
+            scaler.scale(loss_of(model(batch(dist.get_rank(), step, 0)))).backward()
+        loss = loss_of(model(batch(dist.get_rank(), step, 1)))
+        scaler.scale(loss * float("inf") if step == 3 and dist.get_rank() == 0 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert is_same_everywhere(flat_of(model)) and flat_of(model).isfinite().all()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_parameters_that_are_loaded_alone_are_where_it_begins() -> None:
+    """Each rank loads its own of the middle of a cycle; without the state of the algorithm they become the mean."""
+    model, optimizer = make_model(BYTES)
+    for step in range(5):
+        train_step(model, optimizer, step)
+    mean = of_all_ranks(flat_of(model)).mean(0)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(5, 12):
+        train_step(model, still, step)
+        assert is_same_everywhere(flat_of(model)) and (flat_of(model) - mean).abs().max() < 1e-6
+
+
+# Bytes on the wire.
+
+
+def bytes_sent(algorithm: Any, num_steps: int, **settings: Any) -> float:
+    """Of each rank, as rings send them; messages of the reducer, which are no floating-point numbers, are not counted.
+
+    A collective that is compressed hands over bytes, an all-reduce floating-point numbers.
+    """
+    torch.manual_seed(0)
+    model: Any = ddp_compile(Mlp(256, 4), algorithm=algorithm, backend="eager", **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    share = (dist.get_world_size() - 1) / dist.get_world_size()
+    sent: list[float] = []
+    all_reduce, all_to_all = dist.ProcessGroup.allreduce, dist.all_to_all_single
+    gather = torch_internals.all_gather_single
+
+    def reducing(group: Any, tensors: list[Tensor], *args: Any) -> Any:
+        sent.extend(2 * share * each.nbytes for each in tensors if each.is_floating_point())
+        return all_reduce(group, tensors, *args)
+
+    def exchanging(output: Tensor, rows: Tensor, **settings: Any) -> Any:
+        sent.append(share * rows.nbytes)
+        return all_to_all(output, rows, **settings)
+
+    def gathering(output: Tensor, *args: Any) -> Any:
+        sent.append(share * output.nbytes)
+        return gather(output, *args)
+
+    with (
+        mock.patch.object(dist.ProcessGroup, "allreduce", reducing),
+        mock.patch.object(dist, "all_to_all_single", exchanging),
+        mock.patch.object(torch_internals, "all_gather_single", gathering),
+    ):
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            loss_of(model(torch.randn(2, 256))).backward()
+            optimizer.step()
+    return sum(sent)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_it_sends_that_many_times_less_than_an_all_reduce() -> None:
+    """Of eight bits, 0.03 % are the minimum and maximum of chunks of 130,000 values."""
+    whole = bytes_sent(GradientAllReduce(), 2) * 50
+    times = {
+        wire_dtype: whole / bytes_sent(DiLoCo(sync_every=100, wire_dtype=wire_dtype, fragments=fragments), 100)
+        for wire_dtype, fragments in ((torch.float32, 4), (torch.bfloat16, 1), (torch.uint8, 1))
+    }
+    assert times[torch.float32] >= 100 and times[torch.bfloat16] >= 200 and times[torch.uint8] > 399.8
+
+
+@pytest.mark.parametrize(
+    ("numels", "expected"),
+    [
+        ([4, 4, 4, 4], [2, 2]),
+        ([1, 1, 100], [1, 1, 1]),
+        ([100, 1, 1], [1, 1, 1]),
+        ([5, 5, 5, 0, 0], [2, 3]),
+        ([3, 1, 2, 4, 2], [2, 2, 1]),
+    ],
+)
+def test_fragments_have_about_the_same_number_of_values(numels: list[int], expected: list[int]) -> None:
+    parameters = [nn.Parameter(torch.zeros(numel)) for numel in numels]
+    parts = cut(parameters, len(expected))
+    assert [len(part) for part in parts] == expected and all(
+        a is b for a, b in zip(itertools.chain(*parts), parameters, strict=True)
+    )
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"sync_every": 0}, r"DiLoCo\(sync_every=0\): pass a number of steps from 1 on"),
+        ({"fragments": 0}, r"DiLoCo\(fragments=0\)"),
+        ({"fragment_sync_delay": -1}, r"DiLoCo\(fragment_sync_delay=-1\)"),
+        ({"fragment_sync_delay": 8}, r"DiLoCo\(fragment_sync_delay=8\) must be less than sync_every=8"),
+        ({"fragment_update_alpha": 1.5}, r"DiLoCo\(fragment_update_alpha=1.5\): pass a number from 0 to 1"),
+        ({"wire_dtype": torch.int8}, r"DiLoCo\(wire_dtype=torch.int8\): pass torch.float32, torch.bfloat16 or"),
+        ({"outer_lr": float("nan")}, r"DiLoCo\(outer_lr=nan\)"),
+        ({"outer_momentum": -0.1}, r"DiLoCo\(outer_momentum=-0.1\)"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DiLoCo(**{"sync_every": 8, **settings})
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_what_goes_wrong_is_named_on_every_rank() -> None:
+    said: list[str] = []
+
+    def refused(call: Any, error: type[Exception]) -> None:
+        with pytest.raises(error) as raised:
+            call()
+        said.append(str(raised.value))
+
+    refused(lambda: make_model(DiLoCo(sync_every=9, fragments=9)), ReplicationError)  # of eight parameters
+    model, optimizer = make_model(DiLoCo(sync_every=2))
+    refused(lambda: model.register_comm_hook(None, allreduce_hook), ReplicationError)
+    refused(lambda: shard_optimizer(optimizer, model), ReplicationError)
+    refused(lambda: ddp_compile(nn.Linear(2, 2).double(), algorithm=DiLoCo(sync_every=2)), ReplicationError)
+    states = [make_model(other)[0].comm_algorithm.state_dict() for other in (BYTES, DiLoCo(sync_every=2, fragments=2))]
+    for state in states:
+        refused(lambda state=state: model.comm_algorithm.load_state_dict(state), ValueError)
+    fragments, hook, sharded, dtype, *others = said
+    at = f"rank {dist.get_rank()}: "
+    assert fragments.startswith(
+        f"{at}DiLoCo(fragments=9) has more fragments than the model has parameters to reduce, 8"
+    )
+    assert hook.startswith(f"{at}the comm hook") and "cannot be used with the DiLoCo (every 2 steps" in hook
+    assert "cannot be used with the DiLoCo (every 2 steps" in sharded
+    assert "takes gradients of float32, bfloat16, float16, and refuses" in dtype
+    assert all("the state of other parameters or fragments, of another wire_dtype" in each for each in others)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_an_optimizer_over_other_parameters_is_refused() -> None:
+    """Over a copy of the model, or without a part of it."""
+    at = f"rank {dist.get_rank()}: 2 steps of the DiLoCo"
+    for of, names in (
+        (copy.deepcopy, "layers.0.weight"),
+        (lambda model: model.layers[2:], "layers.0.weight, layers.0"),
+    ):
+        model, _ = make_model(DiLoCo(sync_every=2))
+        optimizer = make_adamw(of(model).parameters())
+        with pytest.raises(ReductionError, match=f"^{at}.* stepped these parameters: '?{names}"):
+            for step in range(4):
+                train_step(model, optimizer, step)
