@@ -42,7 +42,7 @@ def test_the_text_the_data_and_the_page(tmp_path: Path, capsys: pytest.CaptureFi
     options = ["--world-size", "4", "--bucket-cap-mb", "0.0001", "--split", "forward"]
     data, page = tmp_path / "halves.json", tmp_path / "halves.html"
     torch._dynamo.reset()
-    assert main(["explain", "test_explanation:halves", *options, "--json", str(data), "--html", str(page)]) == 0
+    assert main(["explain", "test_explain_text:halves", *options, "--json", str(data), "--html", str(page)]) == 0
     assert_expected_inline(
         relative(capsys.readouterr().out),
         """\
@@ -56,9 +56,9 @@ bucket 0 launched early: after the backward of a partition
 bucket 1 not launched early: all gradients are there only when the backward of the graph ends
 graph 0: 2 buckets, 2 partitions
   cut at chunk
-    test_explanation.py:28  upper, lower = self.first.weight.chunk(2)
+    test_explain_text.py:28  upper, lower = self.first.weight.chunk(2)
   at matmul: cut moved up to chunk: chunk, a tuple, cannot cross partitions
-    test_explanation.py:30  return torch.cat([x @ upper.t(), x @ lower.t()], dim=1) + self.first.bias
+    test_explain_text.py:30  return torch.cat([x @ upper.t(), x @ lower.t()], dim=1) + self.first.bias
 """,
     )
     document = json.loads(relative(data.read_text()))
@@ -96,7 +96,7 @@ graph 0: 2 buckets, 2 partitions
              'partitions': [{'buckets': [1], 'first_node': None, 'source': None},
                             {'buckets': [0],
                              'first_node': 'chunk',
-                             'source': {'file': 'test_explanation.py',
+                             'source': {'file': 'test_explain_text.py',
                                         'line': 28,
                                         'code': 'upper, lower = self.first.weight.chunk(2)'}}],
              'launches_in_backward': False,
@@ -105,7 +105,7 @@ graph 0: 2 buckets, 2 partitions
                            'reason': 'cut moved up to chunk: chunk, a tuple, cannot cross '
                                      'partitions',
                            'bucket': 0,
-                           'source': {'file': 'test_explanation.py',
+                           'source': {'file': 'test_explain_text.py',
                                       'line': 30,
                                       'code': 'return torch.cat([x @ upper.t(), x @ lower.t()], '
                                               'dim=1) + self.first.bias'}}]}],
