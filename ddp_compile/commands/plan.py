@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        print(f'plan: {error}; pip install "ddp-compile[bench]"', file=sys.stderr)
+        print(f"plan: {error}; pip install tabulate matplotlib", file=sys.stderr)
         return 2
     return 0
 
