@@ -116,7 +116,7 @@ def explain_function(name: str, world_size: int, settings: Mapping[str, Any]) ->
         with _raising_at(f"{name}()"), fake_mode:
             returned = function()
         step = _step(name, returned, fake_mode)
-        with _raising_at(f"ddp_compile() of the module of {name}"):
+        with _raising_at(f"ddp_compile() of the module of {name}", passes=ValueError):
             backend = torch_internals.traced_only()
             # Parameters without values are not sent.
             module: Any = ddp_compile(step.module, backend=backend, init_sync=False, **settings)
@@ -206,7 +206,8 @@ def _raising_at(where: str, passes: type[Exception] | tuple[()] = ()) -> Iterato
     except Exception as error:
         frames = [*traceback.extract_tb(error.__traceback__), *getattr(error, "real_stack", ())]  # Dynamo's is last
         said = "".join(traceback.format_exception_only(torch_internals.own_error(error))).rstrip()
-        called = {frame.name for frame in frames}
+        first = next((i for i, frame in enumerate(frames) if torch_internals.is_of_users(frame.filename)), len(frames))
+        called = {frame.name for frame in frames[first:]}
         ways_out = [way for word, way in _WAYS_OUT.items() if word in called or f" {word} " in said]
         places = [frame for frame in frames if torch_internals.is_of_users(frame.filename)]
         lines = ["; ".join([f"{where} raised, on fake tensors, which have no values", *ways_out]), said]

@@ -19,6 +19,7 @@ _STYLE = """
 .explanation .scrolls { overflow-x: auto } .explanation table { border-collapse: collapse }
 .explanation th, .explanation td { border-bottom: 1px solid var(--line); padding: 0.2em 0.8em; text-align: left;
   vertical-align: top } .explanation .number { text-align: right; font-variant-numeric: tabular-nums }
+.explanation td:last-child { min-width: 16em }
 .explanation code { font-size: 0.92em } .explanation .faint { color: var(--faint) }
 .explanation .bucket { border-radius: 3px; color: #ffffff; display: inline-block; margin: 1px; min-width: 1.6em;
   padding: 0 0.3em; text-align: center }

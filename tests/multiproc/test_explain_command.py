@@ -54,6 +54,7 @@ def test_the_command_says_what_training_says(name: str, way: str, ranks: Ranks) 
         ("explained:with_group", ["leave it out", "--world-size ranks", 'dist.init_process_group("gloo")']),
         ("explained:train_itself", ["return the module as it is", "return ddp_compile(Layers())"]),
         ("explained:lazy", ["nn.Linear(8, 4) instead of nn.LazyLinear(4)", "nn.Sequential(nn.LazyLinear"]),
+        ("explained:frozen", ["explain: the module has no parameter that requires a gradient"]),
         ("explained:a_number", ["returns an int; it must return a module, (module, inputs), (module, args, kwargs)"]),
         ("explained:three_inputs", ["returns (Layers, int, int); it must return"]),
         ("explained:missing", ["function 'explained:missing' cannot be imported"]),
@@ -68,6 +69,7 @@ def test_what_is_wrong_is_said_in_a_few_lines(
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("explain: ") and "Traceback" not in error and len(error.splitlines()) <= 3
     assert [text for text in says if text not in error] == []
+    assert ("return the module as it is" in error) == (function == "explained:train_itself")
     assert not dist.is_initialized()
 
 
@@ -75,7 +77,7 @@ def test_options_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for options, says in [
         (["--world-size", "0"], "--world-size 0 is no number of ranks"),
         (["--json", str(tmp_path / "no" / "folder.json")], "there is no folder"),
-        (["--bucket-cap-mb", "-1"], "bucket_cap_mb=-1.0 must be a positive number"),
+        (["--bucket-cap-mb", "-1"], "explain: bucket_cap_mb=-1.0 must be a positive number"),
     ]:
         assert main(["explain", "explained:layers", *options]) == 2
         assert says in capsys.readouterr().err
