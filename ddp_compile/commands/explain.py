@@ -13,20 +13,16 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ddp_compile import torch_internals
 from ddp_compile.api import ddp_compile
-from ddp_compile.errors import with_article
-from ddp_compile.functions import is_replicated
+from ddp_compile.commands.users_step import RETURNS, TracingError, UsersStep, loaded, raising_at, users_step
 from ddp_compile.module.explanation import explain
 from ddp_compile.module.launches import MORE_THAN_ONE_PLACE
 from ddp_compile.module.mixin import original_class, state_of
@@ -35,38 +31,13 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
 from ddp_compile.report.explanation_html import format_page
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.validation.named_functions import load_function
 
 log = logging.getLogger(__name__)
-
-_RETURNS = "return a module, (module, inputs), (module, args, kwargs) or (module, args, kwargs, loss)"
-
-_PLAIN_MODULE = "return the module as it is: this command calls ddp_compile itself"
-#: What to do instead of what a user's code has done, by the name of a function that it called, or a word of its error.
-_WAYS_OUT = {
-    "init_process_group": "leave it out: this command makes a process group of --world-size ranks that sends nothing",
-    "ddp_compile": _PLAIN_MODULE,
-    "UninitializedParameter": "give every module its sizes, nn.Linear(8, 4) instead of nn.LazyLinear(4): a lazy module"
-    " has no parameters before its first forward",
-}
-
-
-class TracingError(Exception):
-    """The user's code, or tracing it, raised; the message says where."""
-
-
-class _Step(NamedTuple):
-    """A training step: the loss of ``module(*args, **kwargs)``."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss: Callable[[Any], Tensor]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments to its parser."""
-    parser.add_argument("function", metavar="module:function", help=f"a function without arguments; it must {_RETURNS}")
+    parser.add_argument("function", metavar="module:function", help=f"a function without arguments; it must {RETURNS}")
     parser.add_argument("--world-size", type=int, default=2, help="number of ranks (default: %(default)s)")
     parser.add_argument(
         "--split", choices=("auto", "forward", "backward", "none"), default="auto", help="as in ddp_compile()"
@@ -111,12 +82,12 @@ def explain_function(name: str, world_size: int, settings: Mapping[str, Any]) ->
     """
     if torch.distributed.is_initialized():
         raise ValueError("a process group exists already; call destroy_process_group() first, or start another process")
-    function = _loaded(name)
+    function = loaded(name)
     with torch_internals.fake_process_group(world_size), torch_internals.quiet_fake_mode() as fake_mode:
-        with _raising_at(f"{name}()"), fake_mode:
+        with raising_at(f"{name}()"), fake_mode:
             returned = function()
-        step = _step(name, returned, fake_mode)
-        with _raising_at(f"ddp_compile() of the module of {name}", passes=ValueError):
+        step = users_step(name, returned, fake_mode)
+        with raising_at(f"ddp_compile() of the module of {name}", passes=ValueError):
             backend = torch_internals.traced_only()
             # Parameters without values are not sent.
             module: Any = ddp_compile(step.module, backend=backend, init_sync=False, **settings)
@@ -126,36 +97,7 @@ def explain_function(name: str, world_size: int, settings: Mapping[str, Any]) ->
     return replace(explanation, settings=tuple(said for said in explanation.settings if not said.startswith(ours)))
 
 
-def _loaded(name: str) -> Callable[[], Any]:
-    with _raising_at(f"importing {name}", passes=ValueError):
-        return load_function("function", name, ())
-
-
-def _step(name: str, returned: Any, fake_mode: Any) -> _Step:
-    """The training step that a user's function has returned, with fake tensors."""
-    module, *rest = returned if isinstance(returned, tuple) else (returned,)
-    if is_replicated(module):
-        raise ValueError(f"{name} returns a module that is replicated already; {_PLAIN_MODULE}")
-    args: Any = rest[0] if rest else ()
-    kwargs: Any = rest[1] if len(rest) > 1 else {}
-    loss: Any = rest[2] if len(rest) > 2 else _sum_of_outputs
-    if len(rest) == 1 and isinstance(args, Mapping):
-        args, kwargs = (), args
-    args = tuple(args) if isinstance(args, tuple | list) else (args,)
-    if not isinstance(module, nn.Module) or len(rest) > 3 or not isinstance(kwargs, Mapping) or not callable(loss):
-        kinds = ", ".join(type(each).__name__ for each in (module, *rest))
-        raise ValueError(f"{name} returns {f'({kinds})' if rest else with_article(kinds)}; it must {_RETURNS}")
-    torch_internals.make_fake(module, fake_mode)
-    args, kwargs = torch_internals.fake_tensors((args, dict(kwargs)), fake_mode)
-    return _Step(module.train(), args, kwargs, loss)
-
-
-def _sum_of_outputs(outputs: Any) -> Tensor:
-    tensors = [each for each in torch_internals.tensors_in(outputs) if each.requires_grad]
-    return torch.stack([tensor.sum() for tensor in tensors]).sum() if len(tensors) != 1 else tensors[0].sum()
-
-
-def _explain_step(module: Any, step: _Step, fake_mode: Any) -> Explanation:
+def _explain_step(module: Any, step: UsersStep, fake_mode: Any) -> Explanation:
     """See Note [Steps without values]."""
     state = state_of(module)
     order: dict[int, None] = {}
@@ -169,12 +111,12 @@ def _explain_step(module: Any, step: _Step, fake_mode: Any) -> Explanation:
     for index, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(lambda _, index=index: note(index))
     with module.no_sync(), fake_mode:
-        with _raising_at("the forward"):
+        with raising_at("the forward"):
             outputs = module(*step.args, **step.kwargs)
-        with _raising_at("the loss"):
+        with raising_at("the loss"):
             loss = step.loss(outputs)
             counts = torch_internals.num_contributions(loss)
-        with _raising_at("the backward"):
+        with raising_at("the backward"):
             loss.backward()
     if missing := {name: p for index, (name, p) in enumerate(state.reduced.items()) if index not in order}:
         log.warning("%s", error_messages.missing_gradients(missing, len(parameters), static_graph=False))
@@ -194,22 +136,3 @@ def _sealed_plan(state: ReplicateState, order: list[int]) -> BucketPlan:
         state.builder.seal(plan)
         plan = state.builder.reorder_tail(order)
     return plan
-
-
-@contextmanager
-def _raising_at(where: str, passes: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Turn what the user's code raises into a `TracingError` with that error and the user's line."""
-    try:
-        yield
-    except passes:
-        raise
-    except Exception as error:
-        frames = [*traceback.extract_tb(error.__traceback__), *getattr(error, "real_stack", ())]  # Dynamo's is last
-        said = "".join(traceback.format_exception_only(torch_internals.own_error(error))).rstrip()
-        first = next((i for i, frame in enumerate(frames) if torch_internals.is_of_users(frame.filename)), len(frames))
-        called = {frame.name for frame in frames[first:]}
-        ways_out = [way for word, way in _WAYS_OUT.items() if word in called or f" {word} " in said]
-        places = [frame for frame in frames if torch_internals.is_of_users(frame.filename)]
-        lines = ["; ".join([f"{where} raised, on fake tensors, which have no values", *ways_out]), said]
-        lines += [f"at {place.filename}:{place.lineno}: {place.line}" for place in places[-1:]]
-        raise TracingError("\n".join(lines)) from error

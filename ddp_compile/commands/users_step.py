@@ -79,7 +79,8 @@ def raising_at(where: str, passes: type[Exception] | tuple[()] = ()) -> Iterator
     except Exception as error:
         frames = [*traceback.extract_tb(error.__traceback__), *getattr(error, "real_stack", ())]  # Dynamo's is last
         said = "".join(traceback.format_exception_only(torch_internals.own_error(error))).rstrip()
-        called = {frame.name for frame in frames}
+        first = next((i for i, frame in enumerate(frames) if torch_internals.is_of_users(frame.filename)), len(frames))
+        called = {frame.name for frame in frames[first:]}
         ways_out = [way for word, way in _WAYS_OUT.items() if word in called or f" {word} " in said]
         places = [frame for frame in frames if torch_internals.is_of_users(frame.filename)]
         lines = ["; ".join([f"{where} raised, on fake tensors, which have no values", *ways_out]), said]
