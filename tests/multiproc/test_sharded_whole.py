@@ -92,6 +92,7 @@ def test_compiled_forwards_wait_part_by_part(ranks: Ranks, split: str) -> None:
         assert "part by part" in explained
 
 
+@pytest.mark.long  # regions are in test_regions.py, owners in the test before
 def test_regions_are_stepped_by_owners(ranks: Ranks) -> None:
     for explained in ranks(2).run(trained_compiled, {"split": "auto", "regions": [nn.Linear]}):
         assert "5 regions of Linear" in explained and " 0 graphs for training" not in explained, explained
