@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Never, TypeVar
+from typing import Any, Literal, Never, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -40,7 +40,7 @@ def ddp_compile(
     *positional: Never,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
-    bucket_cap_mb: float | Sequence[float] | None = None,
+    bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = None,
     first_bucket_cap_mb: float = 1.0,
     bucket_plan: str | os.PathLike[str] | None = None,
     split: SplitMode = "auto",
@@ -82,7 +82,8 @@ def ddp_compile(
         process_group: The ranks to average over; the default group if None.
         device_mesh: A one-dimensional mesh, instead of ``process_group``.
         bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one capacity for each bucket in
-            launch order. None means 5 on a CPU and 25 on a GPU.
+            launch order. None means 5 on a CPU and 25 on a GPU. "auto" measures some of the first steps, and replaces
+            the plan by one that ends them earlier if there is one: docs/planning.md.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first; at most ``bucket_cap_mb``.
         bucket_plan: A file that ``model.bucket_plan.save(path)`` or ``python -m ddp_compile plan --save path`` has
             written, with a plan of the same model. It replaces the capacities.
@@ -179,6 +180,7 @@ def ddp_compile(
         compile_evaluation=compile_evaluation,
         regions=regions,
         bucket_plan=bucket_plan,
+        plans_from_measurements=bucket_cap_mb == "auto",
     )
     if find_unused_parameters and static_graph:
         warnings.warn(

@@ -97,6 +97,7 @@ class ReplicateConfig:
         device_mesh: The mesh that defines the ranks, if any.
         regions: The submodules to compile as regions; None for none.
         bucket_plan: The file of a saved plan; None to pack to ``caps_bytes``.
+        plans_from_measurements: Whether measured steps may replace the plan.
     """
 
     caps_bytes: tuple[int, ...]
@@ -115,6 +116,7 @@ class ReplicateConfig:
     compile_evaluation: EvaluationMode = "auto"
     regions: RegionClasses | None = None
     bucket_plan: str | os.PathLike[str] | None = None
+    plans_from_measurements: bool = False
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):
@@ -144,13 +146,13 @@ DEFAULT_CAP_MIB: Mapping[str, float] = {"cpu": 5.0, "cuda": 25.0}
 
 
 def caps_from_mib(
-    bucket_cap_mb: float | Sequence[float] | None, first_bucket_cap_mb: float, device_type: str
+    bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None, first_bucket_cap_mb: float, device_type: str
 ) -> tuple[int, ...]:
     """Bucket capacities in bytes from the MiB values of the public interface.
 
     Args:
         bucket_cap_mb: One capacity in MiB, or a list with one for each bucket, the last one for all further buckets.
-            None means the value in ``DEFAULT_CAP_MIB``.
+            None means the value in ``DEFAULT_CAP_MIB``; so does "auto", which begins with it.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first, so that communication starts early;
             at most ``bucket_cap_mb``. Ignored if that is a list.
         device_type: The device of the gradients: "cpu" or "cuda".
@@ -159,7 +161,7 @@ def caps_from_mib(
         ValueError: A capacity is not a number above zero, or the list is empty.
     """
     first_cap = _cap_bytes("first_bucket_cap_mb", first_bucket_cap_mb)
-    if bucket_cap_mb is None:
+    if bucket_cap_mb is None or bucket_cap_mb == "auto":
         bucket_cap_mb = DEFAULT_CAP_MIB.get(device_type, DEFAULT_CAP_MIB["cuda"])
     if isinstance(bucket_cap_mb, list | tuple):
         if not bucket_cap_mb:
@@ -172,5 +174,8 @@ def caps_from_mib(
 def _cap_bytes(setting: str, mib: Any) -> int:
     if isinstance(mib, bool) or not isinstance(mib, int | float) or not 0 < mib < float("inf"):
         default = 1 if setting.startswith("first") else 25
-        raise ValueError(f"{setting}={mib!r} must be a positive number of MiB; pass for example {setting}={default}")
+        auto = ", or 'auto'" if setting == "bucket_cap_mb" else ""
+        raise ValueError(
+            f"{setting}={mib!r} must be a positive number of MiB; pass for example {setting}={default}{auto}"
+        )
     return max(1, int(mib * _MIB))

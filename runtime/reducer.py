@@ -131,6 +131,17 @@ class Reducer:
         algorithm.sharding.record_into(self._queue.records)
         self._set.lay_out_as(algorithm.traits.layout, algorithm.sharding.owners)
 
+    # The plan.
+
+    @property
+    def may_replace_plan(self) -> bool:
+        """Whether the plan is sealed and nothing is under way, apart from gradients accumulated in ``no_sync``."""
+        return bool(self.buckets) and self.is_between_steps and not self._lifecycle.phase.after_forward
+
+    def replace_plan(self, proposed: BucketPlan) -> None:
+        """See `BucketSet.replace_plan`; call it if `may_replace_plan`."""
+        self._set.replace_plan(proposed)
+
     # Records of steps.
 
     def record_into(self, records: NoRecords) -> None:
@@ -181,7 +192,7 @@ class Reducer:
             self._watch_hooked_parameters()
             if synchronize:
                 self._alone.forget()
-                if self.buckets and not self._lifecycle.phase.after_forward and not self.algorithm.traits.keeps_buckets:
+                if self.may_replace_plan and not self.algorithm.traits.keeps_buckets:
                     self._set.rebuild_once()
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # Not waited for: ranks that stopped elsewhere may never join what this rank launched.

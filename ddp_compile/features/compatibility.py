@@ -52,6 +52,7 @@ class Feature(Enum):
     JOIN = "`join()`"
     ACCELERATE = "`integrations.accelerate.use()`"
     LIGHTNING = "`integrations.lightning.DDPCompileStrategy()`"
+    AUTOMATIC_PLAN = '`bucket_cap_mb="auto"`'
 
 
 class Exclusion(NamedTuple):
@@ -130,6 +131,12 @@ EXCLUSIONS = (
         Feature.LIGHTNING, (Feature.SHARDED_OPTIMIZER,),
         "Lightning clips, logs and saves whole gradients and states",
         "Leave shard_optimizer out"),
+    Exclusion(
+        Feature.AUTOMATIC_PLAN, (Feature.SHARDED_OPTIMIZER, Feature.ALGORITHM, Feature.COMM_HOOK, Feature.JOIN),
+        "the plan is computed for the all-reduce of all ranks, and replacing it would lose what is kept for each"
+        " bucket",
+        "Measure with model.measure(), save a plan by python -m ddp_compile plan --profile, and pass it as"
+        " bucket_plan="),
 )
 # fmt: on
 
@@ -145,6 +152,8 @@ def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:
     """The features that a replicated module has, or is to have with this algorithm, each as an error names it."""
     config, delayed = state.config, list(state.config.delayed.named)
     found = {feature: f"{name}=True" for feature, name in _FLAGS.items() if getattr(config, name)}
+    if config.plans_from_measurements:
+        found[Feature.AUTOMATIC_PLAN] = "bucket_cap_mb='auto'"
     if state.buffers.synchronized():
         found[Feature.BUFFERS] = "broadcast_buffers=True"
     if delayed:

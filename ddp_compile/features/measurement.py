@@ -42,10 +42,12 @@ class Measurement:
     Args:
         model: Name of the model's class.
         steps: How many steps to record; None for any number.
-        explain: What ``model.explain()`` says; must not keep the model alive.
+        explain: Returns what ``model.explain()`` says, or None; must not keep the model alive.
     """
 
-    def __init__(self, replica: Replica, model: str, steps: int | None, explain: Callable[[], Explanation]) -> None:
+    def __init__(
+        self, replica: Replica, model: str, steps: int | None, explain: Callable[[], Explanation | None]
+    ) -> None:
         _refuse(replica, steps)
         reducer, group, device = replica.reducer, replica.process_group, replica.device
         first = reducer.iteration_number + reducer.is_within_iteration

@@ -354,6 +354,8 @@ class ReplicatedModule(nn.Module):
         """
         state = state_of(self)
         alive = weakref.ref(self)
+        if state.automatic_plan is not None:
+            state.automatic_plan.make_way()
 
         def explain_now() -> Explanation:
             model = alive()

@@ -20,6 +20,7 @@ from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank
 from ddp_compile.features.algorithm_switch import refuse_objection
+from ddp_compile.features.automatic_plan import AutomaticPlan
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.features.measurement import Measurement
@@ -115,6 +116,11 @@ class ReplicateState:
         register_receiver(self.backend.reducer, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
+        self.automatic_plan = (
+            AutomaticPlan(self, type(module).__name__, _while_alive(self.compile_again))
+            if config.plans_from_measurements and process_group.size() > 1
+            else None
+        )
 
     def _select_parameters(self, module: nn.Module, not_reduced: Container[str]) -> None:
         self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
@@ -194,6 +200,11 @@ class ReplicateState:
             torch_internals.leave_call_to_python(cls)
         self.regions.compile(regions)
         self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
+
+    def compile_again(self) -> None:
+        """Forget the graphs, so that the next forward cuts them at the boundaries of the present plan."""
+        self.backend.reports.clear()
+        torch_internals.forget_compiled(self._call_eagerly)
 
     def region_begins(self) -> None:
         """Called before Python calls a region, perhaps outside a forward of the module."""
@@ -322,6 +333,8 @@ class ReplicateState:
         self._num_with_gradients += 1
         if is_agreement_point(self._num_with_gradients):
             self._refuse_changes(module)
+        if self.automatic_plan is not None and self.requires_sync:
+            self.automatic_plan.before_forward()
         try:
             self.reducer.prepare_for_backward(self.requires_sync)
         except MissingGradientError:

@@ -43,6 +43,7 @@ def describe_module(
         "skip_all_reduce_unused_params",
         "static_graph",
         "check_finite_gradients",
+        "plans_from_measurements",
     )
     lines = [f"{name}={getattr(config, name)}" for name in settings]
     # After such launches the ranks exchange a message, so this must agree.

@@ -110,9 +110,17 @@ class BucketSet:
         assert self.plan is not None
         if not any(bucket.frame is None for bucket in self.plan.buckets):
             return
-        before, old_buckets = self.plan, self.buckets
         # Inside ``Join``, a rank that had no input in the first iteration knows no order.
-        proposed = self._builder.reorder_tail(tuple(order)) if order else self.plan
+        self.replace_plan(self._builder.reorder_tail(tuple(order)) if order else self.plan)
+
+    def replace_plan(self, proposed: BucketPlan) -> None:
+        """Between two iterations, on every rank: reduce by what rank 0 proposes from now on. Gradients stay.
+
+        Raises:
+            ReductionError: Another rank did not come.
+        """
+        assert self.plan is not None
+        before, old_buckets = self.plan, self.buckets
         try:
             plan = plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
         except RuntimeError as error:

@@ -90,6 +90,7 @@ ARGUMENTS: Mapping[Feature, Mapping[str, Any]] = {
     Feature.SKIP_UNUSED: {"skip_all_reduce_unused_params": True},
     Feature.STATIC_GRAPH: {"static_graph": True},
     Feature.CHECK_FINITE: {"check_finite_gradients": True},
+    Feature.AUTOMATIC_PLAN: {"bucket_cap_mb": "auto"},
     Feature.ALGORITHM: {"algorithm": Own()},
     Feature.NO_SHADOWS: {"algorithm": Own(takes_shadows=False)},
     Feature.AVERAGES: {"algorithm": LocalSGD(period=2, warmup_steps=100)},
@@ -160,7 +161,7 @@ def make(features: tuple[Feature, ...], backend: str) -> tuple[Any, Any]:
     """The replicated module and its optimizer."""
     torch.manual_seed(0)
     net: Any = Net(has_buffer=not {Feature.BUFFERS, Feature.BUFFER_HOOK}.isdisjoint(features))
-    settings: dict[str, Any] = {"backend": backend}
+    settings: dict[str, Any] = {"backend": backend, "bucket_cap_mb": 0.0001}
     for feature in features:
         settings.update(ARGUMENTS.get(feature, {}))
     if Feature.PROCESS_GROUP in features:
@@ -172,7 +173,7 @@ def make(features: tuple[Feature, ...], backend: str) -> tuple[Any, Any]:
         settings["param_to_hook_all_reduce"] = net.blocks[0].linear.weight
     if Feature.FULLY_SHARD in features:
         fully_shard(net.head, mesh=init_device_mesh("cpu", (2,)))
-    model: Any = ddp_compile(net, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001, **settings)
+    model: Any = ddp_compile(net, first_bucket_cap_mb=0.0001, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for number, feature in enumerate(features):
         if feature in CALLS:

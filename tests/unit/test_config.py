@@ -32,17 +32,17 @@ def test_capacities_come_out_in_bytes(bucket_cap_mb: float, first_bucket_cap_mb:
     assert caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, "cpu") == expected
 
 
-@pytest.mark.parametrize("value", [0, -1, 0.0, float("inf"), float("nan"), "auto", "25", True, 1j])
+@pytest.mark.parametrize("value", [0, -1, 0.0, float("inf"), float("nan"), "automatic", "25", True, 1j])
 def test_a_capacity_that_is_no_positive_number_is_refused_by_name(value: object) -> None:
     with pytest.raises(ValueError) as error:
         caps_from_mib(value, 1.0, "cpu")  # type: ignore[arg-type]
     assert str(error.value) == (
-        f"bucket_cap_mb={value!r} must be a positive number of MiB; pass for example bucket_cap_mb=25"
+        f"bucket_cap_mb={value!r} must be a positive number of MiB; pass for example bucket_cap_mb=25, or 'auto'"
     )
 
 
 def test_no_capacity_is_the_default_for_the_kind_of_device() -> None:
-    assert caps_from_mib(None, 1.0, "cpu") == (MIB, 5 * MIB)
+    assert caps_from_mib(None, 1.0, "cpu") == caps_from_mib("auto", 1.0, "cpu") == (MIB, 5 * MIB)
     assert caps_from_mib(None, 1.0, "cuda") == (MIB, 25 * MIB)
 
 

@@ -1,0 +1,175 @@
+"""``bucket_cap_mb="auto"``: a bucket plan from measured steps, replaced while the model trains.
+
+Note [When a plan is measured and replaced]
+Training begins with the default capacities. Soon every rank measures some steps, as by ``model.measure()``. Before the
+next forward, rank 0 plans by the medians of the records, so that one slow rank or step decides nothing, and sends every
+rank the plan to go on with. Gradients, also those accumulated in ``no_sync``, and states of optimizers stay as they
+are. The training graphs are compiled once more, since the plan decides where they are cut and what they launch. Some
+steps of the new plan are measured too. If they are longer than those before, the old plan comes back.
+
+Every `AGAIN_AFTER` iterations a few steps are measured again. The plan is replaced again only if the link has become
+faster or slower by `LINK_FACTOR`. Between the measurements nothing is recorded and nothing is sent.
+
+All ranks count iterations alike, so all measure the same steps. A measurement by the user goes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from ddp_compile.errors import number_of, this_rank
+from ddp_compile.features.measurement import Measurement
+from ddp_compile.features.replica import Replica
+from ddp_compile.plan.costs import Collective, Costs
+from ddp_compile.plan.packing import replan
+from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.report.costs import collective_of, computation_of
+from ddp_compile.report.steps import StepReport
+from ddp_compile.runtime.desync.model_order import is_agreement_point
+
+log = logging.getLogger(__name__)
+
+#: The first iteration that is measured: by then the first plan is packed again, compiled, and launched early.
+FIRST_MEASURED = 5
+#: How many steps a measurement records.
+NUM_MEASURED = 10
+#: How many iterations pass from one measurement of a plan that stays to the next one.
+AGAIN_AFTER = 1000
+#: The part of a step that another plan has to save by prediction; less is not worth compiling again.
+LEAST_GAIN = 0.02
+#: The part of a step by which a new plan may be measured to be slower than the old one before that comes back.
+MOST_LOSS = 0.02
+#: A plan is not replaced again before the link's time for a bucket has changed by this factor.
+LINK_FACTOR = 1.5
+
+
+class AutomaticPlan:
+    """Measures steps of one module and replaces its plan.
+
+    Args:
+        replica: Its state; owns this object.
+        model: Name of the module's class.
+        compile_again: Forgets the training graphs, so that the next forward compiles them by the present plan.
+    """
+
+    def __init__(self, replica: Replica, model: str, compile_again: Callable[[], None]) -> None:
+        self._replica, self._model, self._compile_again = replica, model, compile_again
+        self._next_at = FIRST_MEASURED
+        self._measurement: Measurement | None = None
+        self._planned_for: Collective | None = None  # the link that the last decision was made for
+        self._is_on_trial = False  # whether the next measurement is the first one of a new plan
+        self._trial: _Trial | None = None  # what rank 0 knows of it
+
+    def before_forward(self) -> None:
+        """Called before every forward whose backward is reduced, on every rank.
+
+        Raises:
+            RanksDifferError: Another rank does something else.
+            ReductionError: Another rank did not come.
+        """
+        reducer = self._replica.reducer
+        if not reducer.may_replace_plan:
+            return
+        if self._measurement is not None:
+            if self._measurement.is_over:
+                measurement, self._measurement = self._measurement, None
+                self._decide(measurement)
+        elif reducer.iteration_number >= self._next_at and not self._user_measures:
+            self._measurement = Measurement(self._replica, self._model, NUM_MEASURED, lambda: None)
+
+    def make_way(self) -> None:
+        """The user begins to measure, on every rank: measure later."""
+        if self._measurement is not None:
+            self._measurement.abandon()
+            self._measurement = None
+
+    @property
+    def _user_measures(self) -> bool:
+        return self._replica.measurement is not None and not self._replica.measurement.is_over
+
+    def _decide(self, measurement: Measurement) -> None:
+        """Go on with the plan that rank 0 chooses."""
+        reducer, builder = self._replica.reducer, self._replica.builder
+        if not measurement.is_complete:  # on every rank: no step was recorded on all of them
+            self._next_at = reducer.iteration_number
+            return
+        present = builder.sealed
+        assert present is not None
+        chosen = self._choose(measurement.report(), present) if self._replica.process_group.rank() == 0 else present
+        reducer.replace_plan(chosen)
+        is_another = builder.sealed is not None and builder.sealed.digest != present.digest
+        if is_another:
+            self._compile_again()
+        # A new plan is measured soon; one that has come back is not new.
+        self._is_on_trial = is_another and not self._is_on_trial
+        number = reducer.iteration_number
+        self._next_at = _after_next_agreement_point(number) if self._is_on_trial else number + AGAIN_AFTER
+
+    def _choose(self, report: StepReport, present: BucketPlan) -> BucketPlan:
+        """The plan to go on with. Only rank 0 calls it."""
+        step_s = median(step.duration_s for step in report.steps)
+        if (trial := self._trial) is not None:
+            self._trial = None
+            is_worse = step_s > trial.step_s * (1 + MOST_LOSS)
+            log.info(
+                "%s: plan %s: a forward and backward take %.2f ms; %.2f ms were expected, and with plan %s they took"
+                " %.2f ms%s",
+                *(this_rank(), present.digest, step_s * 1e3, trial.expected_s * 1e3, trial.plan.digest),
+                *(trial.step_s * 1e3, ", so that one comes back" if is_worse else ""),
+            )
+            return replace(trial.plan, generation=present.generation + 1) if is_worse else present
+        try:
+            costs = self._costs(report)
+            if self._planned_for is not None and not _has_changed(self._planned_for, costs.reduce, present):
+                return present
+            following = replan(present, costs, LEAST_GAIN)
+        except ValueError as error:
+            log.info("%s: plan %s stays, since these steps do not determine another one: %s", *_said(present, error))
+            return present
+        self._planned_for = costs.reduce
+        if following is None:
+            log.info("%s: plan %s stays: none is expected to be %g %% faster", *_said(present, LEAST_GAIN * 100))
+            return present
+        # The prediction leaves out some of what is measured, so only its difference is taken.
+        expected_s = step_s - following.present_s + following.expected_s
+        self._trial = _Trial(present, step_s, expected_s)
+        log.info(
+            "%s: plan %s of %s replaces plan %s of %d: a forward and backward take %.2f ms, and %.2f ms are expected",
+            *(this_rank(), following.plan.digest, number_of(len(following.plan.buckets), "bucket"), present.digest),
+            *(len(present.buckets), step_s * 1e3, expected_s * 1e3),
+        )
+        return following.plan
+
+    def _costs(self, report: StepReport) -> Costs:
+        gradients = self._replica.builder.gradients
+        computation = computation_of(report, [g.fqn for g in gradients], [g.num_bytes for g in gradients])
+        return computation.with_transfers(collective_of(report, self._replica.process_group.size()))
+
+
+class _Trial(NamedTuple):
+    """What was before a new plan."""
+
+    plan: BucketPlan
+    step_s: float  #: measured with that plan
+    expected_s: float  #: with the new one
+
+
+def _said(plan: BucketPlan, what: object) -> tuple[str, str, object]:
+    return this_rank(), plan.digest, what
+
+
+def _has_changed(before: Collective, now: Collective, plan: BucketPlan) -> bool:
+    """Whether the link has become faster or slower for a bucket of median size."""
+    num_bytes = median(bucket.num_bytes for bucket in plan.buckets)
+    ratio = now.time_s(num_bytes) / before.time_s(num_bytes)
+    return not 1 / LINK_FACTOR < ratio < LINK_FACTOR
+
+
+def _after_next_agreement_point(iteration_number: int) -> int:
+    """Buckets of a plan that comes with this iteration are launched early after the next agreement point."""
+    return 1 + next(number for number in itertools.count(iteration_number) if is_agreement_point(number))

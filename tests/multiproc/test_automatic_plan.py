@@ -1,0 +1,198 @@
+"""``bucket_cap_mb="auto"``: gradients stay right while the plan changes, and every rank changes it at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_ci import only
+from models import Mlp, assert_buckets_launched_early, loss_of, relative_difference
+from rank_pool import on_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.algorithms import ByteGrad
+from ddp_compile.errors import ReplicationError
+from ddp_compile.features import automatic_plan
+from ddp_compile.features.automatic_plan import AutomaticPlan
+from ddp_compile.plan.costs import Collective, Costs
+
+WIDTH = 33
+
+
+def make_model(**settings: Any) -> Any:
+    torch.manual_seed(1)
+    return ddp_compile(Mlp(WIDTH, 6), bucket_cap_mb="auto", **{"backend": "aot_eager", **settings})
+
+
+class Links:
+    """Costs of a link in place of measured ones, another one for each decision."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *links: Collective | ValueError) -> None:
+        self._links = list(links)
+        monkeypatch.setattr(AutomaticPlan, "_costs", lambda plan, report: self._costs(plan))
+
+    def _costs(self, plan: AutomaticPlan) -> Costs:
+        link = self._links.pop(0)
+        if isinstance(link, ValueError):
+            raise link
+        num = len(plan._replica.builder.gradients)
+        return Costs(reduce=link, ready_s=[(num - i) * 1e-3 for i in range(num)])
+
+
+#: As slow as the computation, so that boundaries between gradients pay.
+SLOW = Collective(latency_s=1e-6, s_per_byte=2e-3 / (4 * WIDTH * WIDTH))
+#: A latency so high that one bucket is best.
+FAR = Collective(latency_s=1.0, s_per_byte=1e-12)
+
+
+def num_buckets(model: Any) -> int:
+    return len(model.bucket_plan.buckets)
+
+
+def train(model: Any, *others: Any, steps: int, micro_steps: int = 1) -> float:
+    """The largest difference of a gradient from those of the others, whose parameters are the same."""
+    models = [model, *others]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.02, momentum=0.9) for each in models]
+    worst = 0.0
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for micro_step in range(micro_steps):
+            torch.manual_seed(100 * step + 10 * micro_step + dist.get_rank())
+            batch = torch.randn(4, WIDTH)
+            for each in models:
+                each.require_backward_grad_sync = micro_step == micro_steps - 1
+                loss_of(each(batch)).backward()
+        for ours, *theirs in zip(*(each.parameters() for each in models), strict=True):
+            worst = max([worst, *(relative_difference(ours.grad, other.grad) for other in theirs)])
+        for optimizer in optimizers:
+            optimizer.step()
+    return worst
+
+
+EVERYWHERE = [
+    (world_size, split, backend, micro_steps, static_graph)
+    for world_size in (2, 3)
+    for split in ("forward", "backward", "none")
+    for backend in ("aot_eager", "inductor")
+    for micro_steps in (1, 2)
+    for static_graph in (False, True)
+]
+IN_CI = [(2, "forward", "aot_eager", 2, False), (3, "backward", "aot_eager", 1, True)]
+
+
+@pytest.mark.parametrize(("world_size", "split", "backend", "micro_steps", "static_graph"), only(IN_CI, EVERYWHERE))
+@on_ranks()
+def test_gradients_are_those_of_ddp_while_the_plan_changes(
+    world_size: int, split: str, backend: str, micro_steps: int, static_graph: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(automatic_plan, "AGAIN_AFTER", 4)
+        monkeypatch.setattr(automatic_plan, "MOST_LOSS", math.inf)
+        Links(monkeypatch, SLOW, SLOW, FAR)
+        model = make_model(split=split, backend=backend, static_graph=static_graph)
+        ddp = DistributedDataParallel(make_plain(model))
+        assert train(model, ddp, steps=14, micro_steps=micro_steps) < 1e-5
+        assert num_buckets(model) == 1  # the default
+        assert train(model, ddp, steps=4, micro_steps=micro_steps) < 1e-5
+        assert num_buckets(model) > 4
+        if split != "none" and micro_steps == 1:
+            assert_buckets_launched_early(model)
+        # Measured: the new plan, the same link again, another link.
+        assert train(model, ddp, steps=42, micro_steps=micro_steps) < 1e-5
+        assert num_buckets(model) == 1
+        assert model.bucket_plan.generation >= 2
+
+
+def make_plain(model: Any) -> torch.nn.Module:
+    plain = Mlp(WIDTH, 6)
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"gradient_as_bucket_view": False, "find_unused_parameters": True}, marks=pytest.mark.long),
+        pytest.param({"lazy_bucket_allocation": True}, marks=pytest.mark.long),
+        pytest.param({"regions": [torch.nn.Linear]}, marks=pytest.mark.long),
+    ],
+)
+@on_ranks(2)
+def test_other_settings_stay_right(settings: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Links(monkeypatch, SLOW)
+        model = make_model(**settings)
+        before = num_buckets(model)
+        assert train(model, DistributedDataParallel(make_plain(model)), steps=24) < 1e-5
+        assert num_buckets(model) > before
+
+
+@on_ranks(2)
+def test_a_plan_that_turns_out_slower_goes_and_the_log_says_what_came() -> None:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    automatic_plan.log.addHandler(handler)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(automatic_plan.log, "level", logging.INFO)
+        monkeypatch.setattr(automatic_plan, "MOST_LOSS", -math.inf)  # whatever comes is too slow
+        Links(monkeypatch, SLOW)
+        model = make_model()
+        train(model, steps=15)
+        assert num_buckets(model) > 4
+        train(model, steps=12)
+        assert num_buckets(model) == 1
+        train(model, steps=20)  # nothing more is measured
+    automatic_plan.log.removeHandler(handler)
+    decisions = [text for text in records if "plan" in text]
+    if dist.get_rank() == 0:
+        assert len(decisions) == 2, records
+        assert "a forward and backward take" in decisions[0] and "ms are expected" in decisions[0]
+        assert "ms were expected" in decisions[1] and decisions[1].endswith("so that one comes back")
+    else:
+        assert not decisions
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_what_determines_no_plan_changes_none() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(automatic_plan, "AGAIN_AFTER", 2)
+        for given in (ValueError("in the profile 8 bytes take 1 ms and 80 bytes take 0 ms, which is no rate"), FAR):
+            Links(monkeypatch, given, given)
+            model = make_model()
+            train(model, steps=30)
+            assert (num_buckets(model), model.bucket_plan.generation) == (1, 1)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_measurement_of_the_user_goes_first() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Links(monkeypatch, SLOW)
+        model = make_model()
+        train(model, steps=8)  # four steps are measured
+        measurement = model.measure(steps=3)
+        train(model, steps=3)
+        assert len(measurement.report().steps) == 3
+        train(model, steps=10)
+        assert num_buckets(model) == 1
+        train(model, steps=1)
+        assert num_buckets(model) > 4
+
+
+@on_ranks(2)
+def test_what_excludes_it_is_refused_by_name() -> None:
+    with pytest.raises(ReplicationError, match=r"bucket_cap_mb='auto' cannot be used with the ByteGrad"):
+        make_model(algorithm=ByteGrad())
+    with pytest.raises(ValueError, match=r"bucket_cap_mb='auto' and bucket_plan='plan.json' each say what a bucket"):
+        make_model(bucket_plan="plan.json")
+    model = make_model()
+    with pytest.raises(ReplicationError, match=r"cannot be used with .*: the plan is computed for the all-reduce"):
+        shard_optimizer(torch.optim.SGD(model.parameters()), model)
