@@ -1,9 +1,9 @@
-"""Predicted steps beside measured ones, on a simulated link, for capacities and for the optimal boundaries.
+"""Predicted steps beside measured ones, on a simulated link, for capacities, the optimal boundaries, and "auto".
 
-    python benchmarks/bench_planning.py --rates 1gbit,4gbit,40gbit --rounds 15
+    python benchmarks/bench_planning.py --rates 1gbit,4gbit,40gbit --caps 1,5,25 --rounds 15
 
 When gradients are ready is measured in backwards that send nothing. Each round times a step of every plan once, so that
-a slow moment falls on all of them.
+a slow moment falls on all of them. ``bucket_cap_mb="auto"`` first trains until its plan stays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ddp_compile.plan.scenarios import Model
 from ddp_compile.plan.schedule import loads_of, predict
 from ddp_compile.validation.rates import Rate
 
-CAPS_MIB = (1.0, 5.0, 25.0)
+#: Steps after which ``bucket_cap_mb="auto"`` has measured, planned, and measured its plan.
+STEPS_OF_AUTO = 32
 WORLD_SIZE = 8
 #: Of a launch, by the hooks and threads of one process.
 LAUNCH_S = 1e-4
@@ -84,6 +85,7 @@ def times_of(models: Sequence[Any], tokens: torch.Tensor, rounds: int) -> list[f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rates", default="1gbit,4gbit,40gbit")
+    parser.add_argument("--caps", default="1,5,25", help="fixed capacities in MiB")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -104,9 +106,14 @@ def main() -> None:
         reduce = Collective(latency_s=link.alpha_s, s_per_byte=share / link.bytes_per_second)
         costs = computation.with_transfers(reduce)
         models: dict[str, Any] = {
-            f"{cap:g} MiB": ddp_compile(make(), backend="eager", bucket_cap_mb=cap) for cap in CAPS_MIB
+            f"{cap:g} MiB": ddp_compile(make(), backend="eager", bucket_cap_mb=cap)
+            for cap in map(float, arguments.caps.split(","))
         }
         models["optimal"] = with_plan(model, LeastTime(costs))
+        models["auto"] = ddp_compile(make(), backend="eager", bucket_cap_mb="auto")
+        for _ in range(STEPS_OF_AUTO):
+            models["auto"].zero_grad()
+            step(models["auto"], tokens)
         measured = times_of(list(models.values()), tokens, arguments.rounds)
         for (name, trained), measured_s in zip(models.items(), measured, strict=True):
             predicted = predict(loads_of(trained.bucket_plan, costs), costs)
