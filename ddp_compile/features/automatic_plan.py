@@ -30,6 +30,7 @@ from ddp_compile.plan.packing import replan
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.costs import collective_of, computation_of
 from ddp_compile.report.steps import StepReport
+from ddp_compile.runtime.comm.link_sweep import measure_link
 from ddp_compile.runtime.desync.model_order import is_agreement_point
 
 log = logging.getLogger(__name__)
@@ -94,13 +95,25 @@ class AutomaticPlan:
 
     def _decide(self, measurement: Measurement) -> None:
         """Go on with the plan that rank 0 chooses."""
-        reducer, builder = self._replica.reducer, self._replica.builder
+        reducer, builder, rank = self._replica.reducer, self._replica.builder, self._replica.process_group.rank()
         if not measurement.is_complete:  # on every rank: no step was recorded on all of them
             self._next_at = reducer.iteration_number
             return
-        present = builder.sealed
+        present, report = builder.sealed, measurement.report()
         assert present is not None
-        chosen = self._choose(measurement.report(), present) if self._replica.process_group.rank() == 0 else present
+        step_s = median(step.duration_s for step in report.steps)
+        chosen = present
+        if self._is_on_trial:
+            if rank == 0:
+                chosen = self._judge(present, step_s)
+        else:
+            try:
+                costs = self._costs(report)
+            except ValueError as error:
+                _log(rank, "plan %s stays, since these steps do not determine another one: %s", present.digest, error)
+            else:
+                if rank == 0:
+                    chosen = self._choose(present, step_s, costs)
         reducer.replace_plan(chosen)
         is_another = builder.sealed is not None and builder.sealed.digest != present.digest
         if is_another:
@@ -110,30 +123,27 @@ class AutomaticPlan:
         number = reducer.iteration_number
         self._next_at = _after_next_agreement_point(number) if self._is_on_trial else number + AGAIN_AFTER
 
-    def _choose(self, report: StepReport, present: BucketPlan) -> BucketPlan:
-        """The plan to go on with. Only rank 0 calls it."""
-        step_s = median(step.duration_s for step in report.steps)
-        if (trial := self._trial) is not None:
-            self._trial = None
-            is_worse = step_s > trial.step_s * (1 + MOST_LOSS)
-            log.info(
-                "%s: plan %s: a forward and backward take %.2f ms; %.2f ms were expected, and with plan %s they took"
-                " %.2f ms%s",
-                *(this_rank(), present.digest, step_s * 1e3, trial.expected_s * 1e3, trial.plan.digest),
-                *(trial.step_s * 1e3, ", so that one comes back" if is_worse else ""),
-            )
-            return replace(trial.plan, generation=present.generation + 1) if is_worse else present
-        try:
-            costs = self._costs(report)
-            if self._planned_for is not None and not _has_changed(self._planned_for, costs.reduce, present):
-                return present
-            following = replan(present, costs, LEAST_GAIN)
-        except ValueError as error:
-            log.info("%s: plan %s stays, since these steps do not determine another one: %s", *_said(present, error))
+    def _judge(self, present: BucketPlan, step_s: float) -> BucketPlan:
+        """After a new plan's first measurement: that plan, or the one before. Only rank 0 calls it."""
+        assert self._trial is not None
+        trial, self._trial = self._trial, None
+        is_worse = step_s > trial.step_s * (1 + MOST_LOSS)
+        log.info(
+            "%s: plan %s: a forward and backward take %.2f ms; %.2f ms were expected, and with plan %s they took"
+            " %.2f ms%s",
+            *(this_rank(), present.digest, step_s * 1e3, trial.expected_s * 1e3, trial.plan.digest),
+            *(trial.step_s * 1e3, ", so that one comes back" if is_worse else ""),
+        )
+        return replace(trial.plan, generation=present.generation + 1) if is_worse else present
+
+    def _choose(self, present: BucketPlan, step_s: float, costs: Costs) -> BucketPlan:
+        """The present plan, or a new one that is worth a trial. Only rank 0 calls it."""
+        if self._planned_for is not None and not _has_changed(self._planned_for, costs.reduce, present):
             return present
         self._planned_for = costs.reduce
+        following = replan(present, costs, LEAST_GAIN)
         if following is None:
-            log.info("%s: plan %s stays: none is expected to be %g %% faster", *_said(present, LEAST_GAIN * 100))
+            _log(0, "plan %s stays: none is expected to be %g %% faster", present.digest, LEAST_GAIN * 100)
             return present
         # The prediction leaves out some of what is measured, so only its difference is taken.
         expected_s = step_s - following.present_s + following.expected_s
@@ -146,9 +156,14 @@ class AutomaticPlan:
         return following.plan
 
     def _costs(self, report: StepReport) -> Costs:
-        gradients = self._replica.builder.gradients
+        """By the transfers of the steps; if they determine no line, by transfers of their own. On every rank."""
+        gradients, group = self._replica.builder.gradients, self._replica.process_group
         computation = computation_of(report, [g.fqn for g in gradients], [g.num_bytes for g in gradients])
-        return computation.with_transfers(collective_of(report, self._replica.process_group.size()))
+        try:
+            link = collective_of(report, group.size())
+        except ValueError:
+            link = measure_link(group, self._replica.device)
+        return computation.with_transfers(link)
 
 
 class _Trial(NamedTuple):
@@ -159,8 +174,9 @@ class _Trial(NamedTuple):
     expected_s: float  #: with the new one
 
 
-def _said(plan: BucketPlan, what: object) -> tuple[str, str, object]:
-    return this_rank(), plan.digest, what
+def _log(rank: int, text: str, *values: object) -> None:
+    if rank == 0:
+        log.info(f"%s: {text}", this_rank(), *values)
 
 
 def _has_changed(before: Collective, now: Collective, plan: BucketPlan) -> bool:

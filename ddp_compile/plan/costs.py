@@ -6,8 +6,9 @@ All times are in seconds, all sizes in bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import linear_regression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,30 @@ class Collective:
 
     def time_s(self, num_bytes: float) -> float:
         return self.latency_s + self.s_per_byte * num_bytes
+
+
+#: The latency that stands for one that is too small to be seen.
+_LEAST_LATENCY_S = 1e-6
+
+
+def fit_collective(times_s: Mapping[int, float], way_out: str) -> Collective:
+    """The line through the times of transfers.
+
+    Args:
+        times_s: Seconds by bytes, of at least two sizes.
+        way_out: What the error tells the user to do.
+
+    Raises:
+        ValueError: The times do not grow with the sizes.
+    """
+    sizes, times = list(times_s), list(times_s.values())
+    slope, intercept = linear_regression(sizes, times)
+    if slope <= 0:
+        least, most = (f"{size} bytes take {times_s[size] * 1e3:.3f} ms" for size in (min(sizes), max(sizes)))
+        raise ValueError(f"{least} and {most}, which is no rate; {way_out}")
+    if intercept < _LEAST_LATENCY_S:
+        (slope, _), intercept = linear_regression(sizes, times, proportional=True), _LEAST_LATENCY_S
+    return Collective(latency_s=intercept, s_per_byte=slope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

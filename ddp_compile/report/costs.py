@@ -13,13 +13,10 @@ the time of their gradients. The optimizer's time is not in a report.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from statistics import linear_regression, median
+from statistics import median
 
-from ddp_compile.plan.costs import Collective, Computation
+from ddp_compile.plan.costs import Collective, Computation, fit_collective
 from ddp_compile.report.steps import BucketInfo, Kind, RankStep, StepReport
-
-#: The latency that stands for one that is too small to be seen.
-_LEAST_LATENCY_S = 1e-6
 
 
 def computation_of(report: StepReport, names: Sequence[str], sizes: Sequence[int]) -> Computation:
@@ -91,14 +88,7 @@ def collective_of(report: StepReport, world_size: int, kind: Kind = "reduce") ->
             f"the profile has {kind} transfers of {len(times)} sizes, and a latency and a rate need at least 2; measure"
             " with a smaller bucket_cap_mb"
         )
-    sizes, medians = list(times), [median(each) for each in times.values()]
-    slope, intercept = linear_regression(sizes, medians)
-    if slope <= 0:
-        least, most = (f"{size} bytes take {median(times[size]) * 1e3:.3f} ms" for size in (min(sizes), max(sizes)))
-        raise ValueError(f"in the profile {least} and {most}, which is no rate; measure more steps")
-    if intercept < _LEAST_LATENCY_S:
-        (slope, _), intercept = linear_regression(sizes, medians, proportional=True), _LEAST_LATENCY_S
-    return Collective(latency_s=intercept, s_per_byte=slope)
+    return fit_collective({size: median(each) for size, each in times.items()}, "measure more steps")
 
 
 def _ready_s(rank: RankStep, bucket: int) -> float | None:

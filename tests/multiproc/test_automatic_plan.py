@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from ddp_compile.errors import ReplicationError
 from ddp_compile.features import automatic_plan
 from ddp_compile.features.automatic_plan import AutomaticPlan
 from ddp_compile.plan.costs import Collective, Costs
+from ddp_compile.runtime.comm.link_sweep import measure_link
 
 WIDTH = 33
 
@@ -139,8 +141,8 @@ def test_a_plan_that_turns_out_slower_goes_and_the_log_says_what_came() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     automatic_plan.log.addHandler(handler)
+    automatic_plan.log.setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(automatic_plan.log, "level", logging.INFO)
         monkeypatch.setattr(automatic_plan, "MOST_LOSS", -math.inf)  # whatever comes is too slow
         Links(monkeypatch, SLOW)
         model = make_model()
@@ -149,6 +151,7 @@ def test_a_plan_that_turns_out_slower_goes_and_the_log_says_what_came() -> None:
         train(model, steps=12)
         assert num_buckets(model) == 1
         train(model, steps=20)  # nothing more is measured
+    automatic_plan.log.setLevel(logging.NOTSET)
     automatic_plan.log.removeHandler(handler)
     decisions = [text for text in records if "plan" in text]
     if dist.get_rank() == 0:
@@ -196,3 +199,33 @@ def test_what_excludes_it_is_refused_by_name() -> None:
     model = make_model()
     with pytest.raises(ReplicationError, match=r"cannot be used with .*: the plan is computed for the all-reduce"):
         shard_optimizer(torch.optim.SGD(model.parameters()), model)
+
+
+@on_ranks(2)
+def test_a_link_is_measured_alike_on_every_rank_and_once_for_a_group() -> None:
+    group = dist.new_group()
+    began = time.perf_counter()
+    link = measure_link(group, torch.device("cpu"))
+    assert time.perf_counter() - began < 10  # about 1 s on a machine that does nothing else
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, link)
+    assert everyone[0] == everyone[1] and link.latency_s > 0 and link.s_per_byte > 0
+    if dist.get_rank() == 0:  # alone, so nothing is sent
+        assert measure_link(group, torch.device("cpu")) is link
+    dist.barrier()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_one_bucket_determines_no_line_so_the_link_is_measured_apart() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found: list[Collective] = []
+
+        def measure(group: dist.ProcessGroup, device: torch.device) -> Collective:
+            found.append(measure_link(group, device))
+            return SLOW
+
+        monkeypatch.setattr(automatic_plan, "measure_link", measure)
+        model = make_model()
+        train(model, steps=16)
+    assert len(found) == 1
