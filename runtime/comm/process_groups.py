@@ -35,6 +35,18 @@ def group_of(
     return group
 
 
+def close_groups(groups: Sequence[dist.ProcessGroup], like: dist.ProcessGroup) -> None:
+    """Destroy process groups of the ranks of another group; all of them call this, with nothing under way.
+
+    A group that stays keeps its threads, connections and communicators until all groups are destroyed.
+    """
+    if not dist.is_initialized():
+        return  # they are gone already
+    dist.barrier(group=like)  # a rank that still receives from this one would fail
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
 def own_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A process group of the same ranks over which nothing else is sent; all of them call this. See `group_of`."""
     return group_of(dist.get_process_group_ranks(process_group), process_group, device)

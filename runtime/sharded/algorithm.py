@@ -17,7 +17,7 @@ from ddp_compile.runtime.algorithms.messages import objection_to_messages
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.buckets.sharding import Sharding
-from ddp_compile.runtime.comm.process_groups import group_of
+from ddp_compile.runtime.comm.process_groups import close_groups, group_of
 from ddp_compile.runtime.comm.step_records import NoRecords
 from ddp_compile.runtime.sharded.bucket import ShardedBucket
 from ddp_compile.runtime.sharded.cut import Cut
@@ -60,6 +60,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         overlaps: bool,
     ) -> None:
         self._process_group = process_group
+        self._own_groups: tuple[dist.ProcessGroup, ...] = ()
         self._optimizers = tuple(optimizers)
         self._names = tuple(names)
         self.owners = {index: rank for each in owners for index, rank in each.rank_of.items()}
@@ -92,6 +93,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         gathers = gradients = self._process_group
         if len(ranks) > 1:
             gathers, gradients = (group_of(ranks, self._process_group, device) for _ in range(2))
+            self._own_groups = (gathers, gradients)
             self.shares_process_group = False
         self._parameters = list(parameters.values())
         self._num_elements = sum(parameter.numel() for parameter in self._parameters)
@@ -121,6 +123,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             bucket.leave()
         self._gradients.replace(gradients)
         self._reader.buckets = ()
+        if together:
+            close_groups(self._own_groups, self._process_group)
 
     def refuse_missing_steps(self) -> None:
         """See `Sharding.refuse_missing_steps`."""
