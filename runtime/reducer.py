@@ -197,6 +197,10 @@ class Reducer:
             raise self._monitor.report_failure(error) from error.__cause__
         records.block_ends(since)
 
+    def forward_raised(self) -> None:
+        """The forward that was announced by `prepare_for_backward` has raised, so it has no backward."""
+        self._lifecycle.forward_raised()
+
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronized forward, find the parameters that no backward from its outputs can reach."""
         self._policy.search(outputs, weakref.WeakMethod(self._outputs_are_reached))

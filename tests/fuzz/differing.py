@@ -313,7 +313,7 @@ def verdict_of(recipe: DifferingRecipe, seen: Sequence[Seen]) -> Verdict:
         if kind.promise == NAMED or recipe.kind not in SETTINGS | PROGRAM:
             return Verdict(SILENT, "no error on any rank")
         should = expected(recipe)
-        found = next((d for d in map(difference, seen, should) if d is not None), None)
+        found = next((f"rank {r}: {d}" for r, d in enumerate(map(difference, seen, should)) if d is not None), None)
         return Verdict(EXACT, "") if found is None else Verdict(SILENT, found)
     raised = [error for error in errors if error is not None]
     if not all(re.search(kind.names, error, re.IGNORECASE) for error in raised):
