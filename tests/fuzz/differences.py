@@ -10,12 +10,18 @@ from torch import nn
 from ddp_compile.algorithms import ByteGrad
 
 WIDTH = 8
-EXACT, NAMED, WAITED = (
-    "exact",
-    "error on every rank that names it",
-    "error on the rank that waits; the other one had ended",
-)
-SILENT = "silent"
+
+# Outcomes that may be promised
+EXACT = "exact"
+NAMED = "error on every rank that names it"
+WAITED = "error on the rank that waits, the other one had ended"
+UNNOTICED = "exact mean, of parameters that differ"
+ENDED = "gloo ends the process"
+# and those that may not
+UNNAMED = "error that does not name it"
+HANG = "hang"
+SILENT = "silently wrong"
+
 TABLE = "Where each rank was when it last posted"
 
 
@@ -75,14 +81,14 @@ KINDS: dict[str, Kind] = {
     "forward raises, caught": Kind(EXACT, TABLE, models=("mlp",)),
     "forward raises, step left out": Kind(WAITED, TABLE, models=("mlp",)),
     "backward left out": Kind(NAMED, rf"without a backward|{TABLE}"),
-    "backward raises, caught": Kind(NAMED, rf"raised|{TABLE}"),
+    "backward raises, caught": Kind(NAMED, rf"raised|without a backward|{TABLE}"),
     "backward twice": Kind(NAMED, rf"without a forward|twice|{TABLE}"),
     "step left out": Kind(WAITED, TABLE),
     "fewer batches": Kind(WAITED, TABLE),
     "step inside no_sync": Kind(NAMED, r"no_sync"),
-    "optimizer step left out": Kind(SILENT),
-    "optimizer step twice": Kind(SILENT),
-    "collective in between": Kind(NAMED, TABLE),
+    "optimizer step left out": Kind(UNNOTICED),
+    "optimizer step twice": Kind(UNNOTICED),
+    "collective in between": Kind(ENDED, TABLE, also=(NAMED,)),
     # Two models
     "order of models": Kind(NAMED, r"process group of its own", models=("mlp",)),
     "order of models, once": Kind(NAMED, r"process group of its own", models=("mlp",)),

@@ -18,7 +18,23 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from fuzz.differences import CAUGHT, KINDS, PROGRAM, SETTINGS, WIDTH, make_net, settings_of
+from fuzz.differences import (
+    CAUGHT,
+    ENDED,
+    EXACT,
+    HANG,
+    KINDS,
+    NAMED,
+    PROGRAM,
+    SETTINGS,
+    SILENT,
+    UNNAMED,
+    UNNOTICED,
+    WAITED,
+    WIDTH,
+    make_net,
+    settings_of,
+)
 from fuzz.verdict import Verdict, quiet
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -29,13 +45,7 @@ TIMEOUT_S = 5.0  #: of the case's process group
 LIMIT_S = TIMEOUT_S + 10.0  #: within which every rank must be done
 RELATIVE = 1e-4
 
-EXACT = "exact"
-NAMED = "error on every rank that names it"
-WAITED = "error on the rank that waits; the other one had ended"
-UNNAMED = "error that does not name it"
-HANG = "hang"
-SILENT = "silent"
-DIFFERING_OUTCOMES = (EXACT, NAMED, WAITED, UNNAMED, HANG, SILENT)
+DIFFERING_OUTCOMES = (EXACT, NAMED, WAITED, UNNOTICED, ENDED, UNNAMED, HANG, SILENT)
 
 
 @dataclass(frozen=True)
@@ -314,7 +324,9 @@ def verdict_of(recipe: DifferingRecipe, seen: Sequence[Seen]) -> Verdict:
             return Verdict(SILENT, "no error on any rank")
         should = expected(recipe)
         found = next((f"rank {r}: {d}" for r, d in enumerate(map(difference, seen, should)) if d is not None), None)
-        return Verdict(EXACT, "") if found is None else Verdict(SILENT, found)
+        if found is not None:
+            return Verdict(SILENT, found)
+        return Verdict(UNNOTICED if kind.promise == UNNOTICED else EXACT, "")
     raised = [error for error in errors if error is not None]
     if not all(re.search(kind.names, error, re.IGNORECASE) for error in raised):
         return Verdict(UNNAMED, said)

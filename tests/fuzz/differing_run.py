@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fuzz.differences import KINDS
+from fuzz.differences import ENDED, HANG, KINDS
 from fuzz.differing import (
     DIFFERING_OUTCOMES,
-    HANG,
     DifferingRecipe,
     differing_recipe_of,
     is_kept,
@@ -30,9 +29,13 @@ CASES_IN_A_CALL = 12  # all of which could wait within the time that a `RankPool
 
 
 def judge_differing_on(pool: RankPool, recipes: Sequence[DifferingRecipe]) -> list[Verdict]:
-    """Verdicts of the cases; one that ends a rank's process or keeps it for minutes is a hang."""
-    verdicts = judge_on(pool, recipes, judge_differing)
-    return [Verdict(HANG, verdict.detail) if verdict.outcome == FAILED else verdict for verdict in verdicts]
+    """Verdicts of the cases, also of one that ends a rank's process or keeps it for minutes."""
+    verdicts = []
+    for verdict in judge_on(pool, recipes, judge_differing):
+        if verdict.outcome == FAILED:
+            verdict = Verdict(HANG if "gave no answer" in verdict.detail else ENDED, verdict.detail)
+        verdicts.append(verdict)
+    return verdicts
 
 
 def run_differing(seeds: Sequence[int], shrinks: bool, writes_table: bool) -> int:
