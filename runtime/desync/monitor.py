@@ -136,7 +136,9 @@ class DesyncMonitor:
                 error,
             )
         if described is not None:
-            raise error_messages.algorithms_differ(described)
+            differ = error_messages.algorithms_differ(described)
+            self._statuses.raised(differ)  # ranks that do not register one will wait for this rank
+            raise differ
 
     def agree_on_measurement(self, call: str) -> None:
         """Wait until every rank has made the same call of a measurement between the same two steps.
@@ -170,7 +172,7 @@ class DesyncMonitor:
             self._statuses.raised(error)
             raise
         except RuntimeError as error:
-            failure = error_messages.call_failed(call, error)
+            failure = error_messages.exchange_failed(f"comparison of the ranks in {call}", error)
             raise self.report_failure(failure) from error
 
     def _meet(self, kind: str, doing: str, value: str, absent: str) -> str | None:

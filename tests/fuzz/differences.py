@@ -66,7 +66,7 @@ KINDS: dict[str, Kind] = {
     "comm hook": Kind(NAMED, r"comm hook", {}),
     "optimizer sharded": Kind(NAMED, r"shard", {}),
     # The program
-    "hook later": Kind(NAMED, r"comm hook|hook", also=()),
+    "hook later": Kind(NAMED, r"comm hook"),
     "evaluates": Kind(EXACT),
     "accumulates": Kind(EXACT),
     "forward in no_sync": Kind(EXACT),
@@ -82,13 +82,15 @@ KINDS: dict[str, Kind] = {
     "forward raises, step left out": Kind(WAITED, TABLE, models=("mlp",)),
     "backward left out": Kind(NAMED, rf"without a backward|{TABLE}"),
     "backward raises, caught": Kind(NAMED, rf"raised|without a backward|{TABLE}"),
-    "backward twice": Kind(NAMED, rf"without a forward|twice|{TABLE}"),
-    "step left out": Kind(WAITED, TABLE),
+    "backward twice": Kind(NAMED, rf"without a forward|donated buffer|{TABLE}", also=(WAITED,)),
+    # With an accumulation before it, its optimizer steps with gradients of this rank alone.
+    "step left out": Kind(WAITED, rf"no_sync|{TABLE}", also=(NAMED,)),
     "fewer batches": Kind(WAITED, TABLE),
     "step inside no_sync": Kind(NAMED, r"no_sync"),
     "optimizer step left out": Kind(UNNOTICED),
     "optimizer step twice": Kind(UNNOTICED),
-    "collective in between": Kind(ENDED, TABLE, also=(NAMED,)),
+    # Its own error is gloo's.
+    "collective in between": Kind(ENDED, rf"{TABLE}|gloo", also=(NAMED,)),
     # Two models
     "order of models": Kind(NAMED, r"process group of its own", models=("mlp",)),
     "order of models, once": Kind(NAMED, r"process group of its own", models=("mlp",)),

@@ -89,7 +89,7 @@ class Seen(NamedTuple):
     gradients: list[list[Tensor | None]]  #: after each reduced backward
     state: list[Tensor]  #: parameters and buffers at the end
     error: str | None
-    took_s: float
+    waited_s: float  #: since its last forward or reduced backward; before that it may have compiled
 
 
 def batch(rank: int, step: int, call: int, rows: int = 4) -> Tensor:
@@ -152,7 +152,12 @@ class Program:
             dist.all_reduce(torch.ones(3), group=self.group)
         elif here == "hook later" and self.group is not None:
             self.model.register_comm_hook(None, default_hooks.allreduce_hook)
-        elif here == "gradients set to zero":
+        else:
+            self._disturb(here)
+
+    def _disturb(self, here: str) -> None:
+        """Do what sends nothing."""
+        if here == "gradients set to zero":
             self.optimizer.zero_grad(set_to_none=False)
         elif here == "caches dropped":
             torch._dynamo.reset()
@@ -221,7 +226,7 @@ def train(recipe: DifferingRecipe, rank: int, group: dist.ProcessGroup) -> Seen:
     gradients: list[list[Tensor | None]] = []
     state: list[Tensor] = []
     error = None
-    started = time.monotonic()
+    progressed = time.monotonic()
     if not (recipe.kind == "warm caches" and rank == 1):
         torch._dynamo.reset()
     try:
@@ -232,6 +237,7 @@ def train(recipe: DifferingRecipe, rank: int, group: dist.ProcessGroup) -> Seen:
                 if rank == 1 and recipe.kind == "comm hook":
                     model.register_comm_hook(None, default_hooks.bf16_compress_hook)
                 for event in Program(recipe, rank, model, group).run():
+                    progressed = time.monotonic()
                     if event == "reduced":
                         gradients.append(gradients_of(model))
                 state = state_of(model)
@@ -239,7 +245,7 @@ def train(recipe: DifferingRecipe, rank: int, group: dist.ProcessGroup) -> Seen:
                 train_two(recipe, rank, group, gradients)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    return Seen(gradients, state, error, time.monotonic() - started)
+    return Seen(gradients, state, error, time.monotonic() - progressed)
 
 
 def train_two(recipe: DifferingRecipe, rank: int, group: dist.ProcessGroup, gradients: list[Any]) -> None:
@@ -277,8 +283,7 @@ def expected(recipe: DifferingRecipe) -> list[Seen]:
 
 def _to_reduction(program: Iterator[str], rank: int, nets: list[nn.Module], buffers: list[list[Tensor]]) -> bool:
     """Run to the next reduction; before each forward rank 1 takes the buffers that rank 0 had before its own."""
-    num_forwards = 0
-    for event in program:
+    for num_forwards, event in enumerate(program):
         if event == "reduced":
             return True
         if rank == 0:
@@ -286,7 +291,6 @@ def _to_reduction(program: Iterator[str], rank: int, nets: list[nn.Module], buff
         elif buffers:
             for mine, other in zip(nets[1].buffers(), buffers[min(num_forwards, len(buffers) - 1)], strict=True):
                 mine.copy_(other)
-        num_forwards += 1
     return False
 
 
@@ -314,7 +318,9 @@ def _distance(a: Tensor | None, b: Tensor | None) -> float:
 def verdict_of(recipe: DifferingRecipe, seen: Sequence[Seen]) -> Verdict:
     """The case's verdict from what both ranks saw."""
     kind = KINDS[recipe.kind]
-    slow = [f"rank {rank} took {each.took_s:.1f} s" for rank, each in enumerate(seen) if each.took_s > LIMIT_S]
+    slow = [
+        f"rank {rank} waited for {each.waited_s:.1f} s" for rank, each in enumerate(seen) if each.waited_s > LIMIT_S
+    ]
     errors = [each.error for each in seen]
     said = " || ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors))
     if slow:

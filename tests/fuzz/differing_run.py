@@ -78,7 +78,10 @@ def run_differing(seeds: Sequence[int], shrinks: bool, writes_table: bool) -> in
 
 def table_of(counts: Mapping[str, Mapping[str, int]]) -> str:
     """Outcomes by kind, in Markdown."""
-    rows = [f"| rank 1 alone differs in | {' | '.join(DIFFERING_OUTCOMES)} |", "|---|" + "---|" * len(DIFFERING_OUTCOMES)]
+    rows = [
+        f"| rank 1 alone differs in | {' | '.join(DIFFERING_OUTCOMES)} |",
+        "|---|" + "---|" * len(DIFFERING_OUTCOMES),
+    ]
     for kind in KINDS:
         if kind in counts:
             rows.append(f"| {kind} | {' | '.join(str(counts[kind][each] or '') for each in DIFFERING_OUTCOMES)} |")

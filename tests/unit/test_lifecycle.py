@@ -73,7 +73,7 @@ def local_forward_in_between(model: Any) -> None:
 
 
 def raise_in_the_forward(model: Any) -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2|reduction dim"):
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2|reduction dim"):
         model(torch.ones(2, 5))
     local_forward(model).sum().backward()  # not taken for the backward that cannot come
 
