@@ -74,6 +74,7 @@ test-long: $(STAMP)
 	$(BIN)/python tests/peer_suites/run.py || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --sharded --cases 1000 || status=$$?; \
+	$(BIN)/python tests/fuzz/run.py --ranks-that-differ --cases 1000 || status=$$?; \
 	$(MAKE) pyright || status=$$?; \
 	exit $$status
 

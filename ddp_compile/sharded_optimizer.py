@@ -162,14 +162,16 @@ def shard_optimizer(
         described = f"{master_weights} {overlap} {owners} {settings}"
     except ReplicationError as error:  # not raised yet: the other ranks would wait for this one
         refusal, described = error, "refused"
-    different = ranks_unlike_rank_0(described.encode(), state.process_group, state.device)
-    if refusal is not None:
-        raise refusal
-    if different:
-        raise RanksDifferError(
-            f"{this_rank()}: the optimizers that are to be sharded have other settings, costs, or order of parameters,"
-            f" on ranks {format_ranks(different)} than on rank 0, or are refused there; make them alike on every rank"
-        )
+    with state.monitor.calling("shard_optimizer"):
+        different = ranks_unlike_rank_0(described.encode(), state.process_group, state.device)
+        if refusal is not None:
+            raise refusal
+        if different:
+            raise RanksDifferError(
+                f"{this_rank()}: the optimizers that are to be sharded have other settings, costs, or order of"
+                f" parameters, on ranks {format_ranks(different)} than on rank 0, or are refused there, or"
+                " shard_optimizer was not called there; make the same call on every rank"
+            )
     for of_optimizer in owners:
         of_optimizer.warn_if_uneven()
     alive = weakref.ref(model)  # the model has the optimizer's pieces: a cycle would live until a collection

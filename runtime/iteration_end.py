@@ -71,7 +71,7 @@ class IterationEnd:
         if self._early.has_message:
             parts.append(self._early.message())
         if parts:
-            self._message.send(parts)
+            self._message.send(parts, self._monitor.mark)
 
     def finish(self) -> None:
         """Receive the other ranks' messages, wait for the buckets, and hand over their gradients.
@@ -130,7 +130,7 @@ class IterationEnd:
             return
         found = self._finite_check.found_here()
         with self._told_if_it_fails():
-            self._message.send([bytearray([found != ""])])
+            self._message.send([bytearray([found != ""])], self._monitor.mark)
         if any(self._heard()[0]):
             with self._told_if_it_fails():
                 raise self._finite_check.error(found)
@@ -143,7 +143,7 @@ class IterationEnd:
         self._queue.records.block_ends(since)
         if self._message.has_met_another:
             self._queue.wait()  # nothing may be under way when the iteration is given up
-            self._monitor.refuse_other_model()
+            self._monitor.refuse_other_message()
         return heard
 
     @contextmanager

@@ -25,6 +25,7 @@ class Event(Enum):
 
     FORWARD = auto()  #: a forward whose backward is to be reduced begins
     LOCAL_FORWARD = auto()  #: a forward inside ``no_sync`` begins
+    FORWARD_RAISED = auto()  #: the only forward whose backward was expected has raised, so none will come
     GRADIENT = auto()  #: a gradient comes, or a whole bucket
     LEFT_OUT = auto()  #: a backward has ended, but gradients are missing
     ALL_LAUNCHED = auto()  #: a backward has ended, and `finalize_manually` will wait for its reductions
@@ -52,6 +53,8 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
         (expecting, Event.FORWARD): expecting,
         # The backward of the synchronized forward before it is still expected.
         (expecting, Event.LOCAL_FORWARD): expecting,
+        # Otherwise a backward inside no_sync would be reduced in place of the backward that cannot come.
+        (expecting, Event.FORWARD_RAISED): armed,
     }
     for before in (armed, expecting):
         reducing, failed = before._replace(state=State.REDUCING), before._replace(state=State.FAILED)
@@ -94,11 +97,19 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.phase = Phase(State.ARMED, False)  #: read only
+        self._expected_before = False  # whether an earlier forward was waiting for its backward
 
     def on(self, event: Event) -> State:
         """Change the phase; returns the new state."""
+        if event is Event.FORWARD:
+            self._expected_before = self.phase.after_forward
         self.phase = TABLE[self.phase, event]
         return self.phase.state
+
+    def forward_raised(self) -> None:
+        """Expect no backward of the latest synchronized forward; an earlier one's is still expected."""
+        if self.phase == Phase(State.ARMED, True) and not self._expected_before:
+            self.on(Event.FORWARD_RAISED)
 
 
 def nothing_to_finalize(is_manual: bool, state: State) -> RuntimeError:

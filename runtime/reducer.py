@@ -35,6 +35,7 @@ from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
 from ddp_compile.runtime.buckets.computed_bucket import EarlyDecision
 from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.step_records import NoRecords
+from ddp_compile.runtime.desync.local_steps import LocalSteps
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.early_launch import EarlyLaunch
 from ddp_compile.runtime.host_memory import keep_freed_memory
@@ -85,6 +86,7 @@ class Reducer:
         self._end = IterationEnd(self._set, self._queue, self._policy, self._early, monitor, on_reduced)
         self._queue.on_all_launched = self._end.all_are_launched
         self._alone = BackwardsAlone(len(self.parameters))
+        self._local_steps = LocalSteps(self.parameters)
         self._is_removed = False
         if any(parameter.is_cpu for parameter in self.parameters):
             keep_freed_memory()
@@ -186,6 +188,8 @@ class Reducer:
             ReductionError: The previous backward raised after its reduction had started.
         """
         self._refuse_unfinalized()
+        self._local_steps.forward_begins()
+        self._monitor.local_steps_are(self._local_steps.num_found)
         if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
         if self.is_between_steps:
@@ -207,6 +211,10 @@ class Reducer:
         except ReductionError as error:
             raise self._monitor.report_failure(error) from error.__cause__
         records.block_ends(since)
+
+    def forward_raised(self) -> None:
+        """The forward that was announced by `prepare_for_backward` has raised, so it has no backward."""
+        self._lifecycle.forward_raised()
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronized forward, find the parameters that no backward from its outputs can reach."""
@@ -279,6 +287,7 @@ class Reducer:
         if phase.state is State.LOCAL:
             self.algorithm.sharding.backward_begins()
             self._note(index)
+            self._local_steps.gradient_arrives(index)
         elif not self.buckets and not phase.after_forward:
             self._note(index)
             self._alone.arrive(index)

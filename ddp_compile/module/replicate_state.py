@@ -304,6 +304,10 @@ class ReplicateState:
                 return self._call_evaluation(module, *args, **kwargs)
             outputs = self._call_training(module, *args, **kwargs)
             is_one_graph = (backend.num_runs, backend.num_whole_runs) == (num_runs + 1, num_whole_runs + 1)
+        except Exception:
+            if self.requires_sync:
+                self.reducer.forward_raised()
+            raise
         finally:
             self._is_training = False
             self.reducer.algorithm.sharding.forward_ends(is_one_graph, self._has_waited)

@@ -34,8 +34,9 @@ class IterationMessage:
     ) -> None:
         self._is_alone = process_group.size() == 1
         # The reduction returns the maximum of each byte, so both come back unchanged only if all ranks sent the same.
-        self._sender = bytes([sender % 256, 255 - sender % 256])
-        self.has_met_another = False  #: whether another rank sent another model's message
+        self._number = sender % 256
+        self._sender = b""
+        self.has_met_another = False  #: whether another rank sent another model's message, or another mark
         self._group, self._device = process_group, device
         if is_needed and not self._is_alone:
             self._group, self._device = host_group(process_group, device)
@@ -48,12 +49,14 @@ class IterationMessage:
         """Whether a message has been sent and has not been waited for."""
         return self._flags is not None
 
-    def send(self, parts: Sequence[bytearray]) -> None:
+    def send(self, parts: Sequence[bytearray], mark: int = 0) -> None:
         """Start sending flags to the other ranks.
 
         Args:
             parts: Flags, 0 or 1. Every rank sends equally many parts of the same lengths. They are only read.
+            mark: Byte that is the same on every rank unless the ranks are out of step.
         """
+        self._sender = bytes([self._number, 255 - self._number, mark, 255 - mark])
         self._lengths = [len(part) for part in parts]
         self._flags = torch.frombuffer(bytearray().join([*parts, self._sender]), dtype=torch.uint8)
         if not self._is_alone:

@@ -50,12 +50,14 @@ class AgreementPoints:
         self.iteration_number = 1  #: see `Iteration.number`
         self.begins_after_forward = True  #: whether a synchronized forward has come since the previous iteration
         self.is_paused = False  #: while ranks do different things on purpose
+        self.num_local_steps = 0  #: see `LocalSteps`
         self.forwards = ForwardsLeftOut()
         self._models = {order: order.add(class_name) for order in (shared, own)}
         self._shared, self._own = shared, own
         self._rank = rank
         self._ranks = ranks
         self._backwards_repeated = 0
+        self._order, self._mark = shared, 0  # of the latest iteration
         self._digest_of: tuple[BucketPlan, str] | None = None
         self._added: _Added | None = None  # what this iteration added
         self._old_counter: str | None = None
@@ -73,8 +75,10 @@ class AgreementPoints:
             algorithm=algorithm,
             forwards_left_out=self.forwards.num_left_out,
             backwards_repeated=self._backwards_repeated + (not self.begins_after_forward),
+            local_steps=self.num_local_steps,
         )
-        order = self._shared if is_shared else self._own
+        self._mark = done.mark
+        order = self._order = self._shared if is_shared else self._own
         fingerprint = order.last_bucket_is_launched(self._models[order], done)
         if fingerprint is not None and not self.is_paused:
             self._add(order, fingerprint)
@@ -119,14 +123,22 @@ class AgreementPoints:
         """Its number among them, the same on every rank."""
         return self._shared.number_of(self.model)
 
-    def refuse_other_model(self) -> NoReturn:
-        """Raise the RanksDifferError of every rank: this iteration's message was paired with another model's."""
-        fingerprint = self._shared.fingerprint()
+    @property
+    def mark(self) -> int:
+        """What the ranks compare in the message of every iteration that has one; 0 while they differ on purpose."""
+        return 0 if self.is_paused else self._mark
+
+    def refuse_other_message(self) -> NoReturn:
+        """Raise the RanksDifferError of every rank: this iteration's message was paired with an unlike one."""
+        self.compare()  # an agreement point has begun the next fingerprint
         try:
-            self._compare_fingerprints(_Added.of(self._shared, fingerprint))
+            self._compare_fingerprints(_Added.of(self._order, self._order.fingerprint()))
         except StoreLostError as error:
             log.warning("%s: the store is gone (%s), so it cannot say which rank sent what", this_rank(), error)
-        what = f"gradients of different models were averaged with each other. {ORDER_WAY_OUT}"
+        what = (
+            "gradients of different models, or of different steps, were averaged with each other. Call every forward,"
+            f" backward and optimizer step on every rank. {ORDER_WAY_OUT}"
+        )
         raise error_messages.ranks_out_of_step(self.iteration_number, what)
 
     def _add(self, order: ModelOrder, fingerprint: Fingerprint) -> None:

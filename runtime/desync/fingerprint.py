@@ -19,6 +19,12 @@ class ModelFingerprint:
     algorithm: str  #: name of the algorithm that reduces it
     forwards_left_out: int  #: training forwards that no backward has reached, although one has reached a later forward
     backwards_repeated: int  #: iterations without a forward since the previous one
+    local_steps: int  #: optimizer steps with gradients of backwards inside ``no_sync``
+
+    @property
+    def mark(self) -> int:
+        """What is compared in every message of the ranks, one byte; usually another one if anything was left out."""
+        return (self.forwards_left_out + 7 * self.backwards_repeated + 31 * self.local_steps) % 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +68,10 @@ _FIELDS = {
     ),
     "backwards_repeated": _Field(
         "backwards without a forward before them", "Call backward the same number of times on every rank"
+    ),
+    "local_steps": _Field(
+        "optimizer steps with gradients from no_sync, which were not averaged",
+        "Call the last backward before each optimizer step outside model.no_sync() on every rank",
     ),
 }
 

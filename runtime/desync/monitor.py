@@ -15,14 +15,15 @@ import multiprocessing.util
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, name_values, this_rank
+from ddp_compile.errors import DDPCompileError, ReductionError, name_values, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints
@@ -56,7 +57,7 @@ class DesyncMonitor:
         #: The methods of the points themselves, since a wrapper would take time in every step.
         self.last_bucket_is_launched = self._points.last_bucket_is_launched
         self.iteration_ends = self._points.iteration_ends
-        self.refuse_other_model = self._points.refuse_other_model
+        self.refuse_other_message = self._points.refuse_other_message
         self.model = self._points.model  #: this model's name among those that share the process group
         self.model_number = self._points.model_number  #: its number among them
         if self._store.lost is None:
@@ -73,6 +74,15 @@ class DesyncMonitor:
     @is_paused.setter
     def is_paused(self, value: bool) -> None:
         self._points.is_paused = value
+
+    @property
+    def mark(self) -> int:
+        """See `AgreementPoints.mark`."""
+        return self._points.mark
+
+    def local_steps_are(self, number: int) -> None:
+        """How often an optimizer has stepped with gradients that no other rank has."""
+        self._points.num_local_steps = number
 
     def forward_begins(self, kind: str) -> None:
         """A forward begins: a "training forward", an "evaluation forward" and so on; each kind has its own count."""
@@ -126,7 +136,9 @@ class DesyncMonitor:
                 error,
             )
         if described is not None:
-            raise error_messages.algorithms_differ(described)
+            differ = error_messages.algorithms_differ(described)
+            self._statuses.raised(differ)  # ranks that do not register one will wait for this rank
+            raise differ
 
     def agree_on_measurement(self, call: str) -> None:
         """Wait until every rank has made the same call of a measurement between the same two steps.
@@ -145,6 +157,23 @@ class DesyncMonitor:
             differ = error_messages.measurements_differ(described)
             self._statuses.fail(f": {differ}")  # the others will wait for this rank
             raise differ
+
+    @contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """A context for a call that every rank has to make: errors of ranks that wait elsewhere say who is in it.
+
+        Raises:
+            ReductionError: In place of the RuntimeError of a collective inside.
+        """
+        self._statuses.note(f"in {call} before iteration", self._points.iteration_number)
+        try:
+            yield
+        except DDPCompileError as error:
+            self._statuses.raised(error)
+            raise
+        except RuntimeError as error:
+            failure = error_messages.exchange_failed(f"comparison of the ranks in {call}", error)
+            raise self.report_failure(failure) from error
 
     def _meet(self, kind: str, doing: str, value: str, absent: str) -> str | None:
         """Wait until every rank has come here; which rank came with which value, None if all have the same.

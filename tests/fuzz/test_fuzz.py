@@ -9,6 +9,8 @@ from unittest.mock import patch
 
 import pytest
 from fuzz.blocks import Block
+from fuzz.differences import EXACT, HANG, NAMED, SILENT, UNNAMED, WAITED
+from fuzz.differing import DifferingRecipe, expected, is_kept, judge_differing, verdict_of
 from fuzz.recipe import Recipe, recipe_of
 from fuzz.sharded import ShardedRecipe, judge_sharded, sharded_recipe_of
 from fuzz.shrink import shrink
@@ -52,6 +54,47 @@ def test_sharded_optimizers_train_as_others_bit_for_bit(ranks: Ranks) -> None:
     verdicts = judge_on(ranks(2), recipes, judge_sharded)
     failed = [(recipe, v.detail) for recipe, v in zip(recipes, verdicts, strict=True) if v.outcome != PASSED]
     assert not failed, failed
+
+
+DIFFERING_IN_CI = (
+    DifferingRecipe("step inside no_sync", at=1, program=("train",) * 3),
+    # Between two agreement points.
+    DifferingRecipe("step inside no_sync", at=2, program=("train",) * 4, find_unused=True),
+    # A forward that raised must not make the accumulation after it be reduced.
+    DifferingRecipe("forward raises, caught", at=1, program=("train", "train", "accumulate", "train")),
+    *(
+        DifferingRecipe(kind, at=1, program=("train", "accumulate", "train"), model=model)
+        for kind, model in (("accumulates", "norm"), ("evaluates", "norm"), ("two forwards", "mlp"))
+    ),
+    DifferingRecipe("backward left out", at=1, program=("train",) * 3),
+    DifferingRecipe("bucket cap", program=("train", "train")),
+    DifferingRecipe("order of models, once", at=1, program=("train",) * 4),
+)
+
+
+def test_ranks_that_differ_are_exact_or_named(ranks: Ranks) -> None:
+    verdicts = judge_on(ranks(2), DIFFERING_IN_CI, judge_differing)
+    broken = [(r, v) for r, v in zip(DIFFERING_IN_CI, verdicts, strict=True) if not is_kept(r, v)]
+    assert not broken, broken
+
+
+def test_what_ranks_saw_is_judged() -> None:
+    harmless, differs = DifferingRecipe("evaluates", program=("train",)), DifferingRecipe("dtype", program=("train",))
+    right = expected(harmless)
+    wrong = [right[0], right[1]._replace(state=[2 * tensor for tensor in right[1].state])]
+    named, unnamed = (right[0]._replace(error=error) for error in ("float64 on rank 1", "something"))
+    assert [
+        verdict_of(recipe, seen).outcome
+        for recipe, seen in (
+            (harmless, right),
+            (harmless, wrong),
+            (differs, right),
+            (differs, [named, named]),
+            (differs, [named, right[1]]),
+            (differs, [named, unnamed]),
+            (differs, [named, named._replace(waited_s=60.0)]),
+        )
+    ] == [EXACT, SILENT, SILENT, NAMED, WAITED, UNNAMED, HANG]
 
 
 def judge_with_wrong_scale(recipes: Sequence[Recipe]) -> list[Verdict]:

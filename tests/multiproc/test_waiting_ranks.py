@@ -6,7 +6,6 @@ wait for each other in a separate group afterward.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -102,14 +101,6 @@ def stop_early(group: dist.ProcessGroup) -> None:
         forward_and_backward(model)
 
 
-def step_once_in_no_sync(group: dist.ProcessGroup) -> None:
-    model = make_model(group)
-    for number in range(3):
-        alone = (dist.get_rank(), number) == (1, 1)
-        with model.no_sync() if alone else contextlib.nullcontext():
-            forward_and_backward(model)
-
-
 class RaisesInForward(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] == 1:
@@ -197,7 +188,6 @@ def said_by_ranks(
             marks=pytest.mark.long,
         ),
         (stop_early, "iteration 2 is over", "nothing"),
-        pytest.param(step_once_in_no_sync, "iteration 2 is over", "nothing", marks=pytest.mark.long),
         (raise_in_forward, "training forward 2: raised KeyError: 'bad sample'", "KeyError"),
         pytest.param(raise_in_backward, "backward of iteration 2", "ValueError", marks=pytest.mark.long),
         (take_another_branch, "training forward 2: raised MissingGradientError: rank 1: ", "MissingGradientError"),

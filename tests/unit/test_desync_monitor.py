@@ -26,7 +26,14 @@ from ddp_compile.runtime.desync.rank_status import RankStatus, RankStatuses, for
 
 def fingerprint(number: int = 4, latest: tuple[str, ...] = (), **changes: Any) -> Fingerprint:
     done = ModelFingerprint(
-        **{"plan": "p", "algorithm": "all-reduce", "forwards_left_out": 0, "backwards_repeated": 0, **changes}
+        **{
+            "plan": "p",
+            "algorithm": "all-reduce",
+            "forwards_left_out": 0,
+            "backwards_repeated": 0,
+            "local_steps": 0,
+            **changes,
+        }
     )
     order = str(hash(latest))
     return Fingerprint(number=number, models={"model 1 (Linear)": done}, order=order, latest=latest)

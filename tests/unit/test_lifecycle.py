@@ -72,6 +72,12 @@ def local_forward_in_between(model: Any) -> None:
     sum(output.sum() for output in outputs).backward()
 
 
+def raise_in_the_forward(model: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2|reduction dim"):
+        model(torch.ones(2, 5))
+    local_forward(model).sum().backward()  # not taken for the backward that cannot come
+
+
 def in_two_backwards(model: Any) -> None:
     hidden = model(X, uses_second=False)
     hidden.sum().backward()
@@ -142,6 +148,7 @@ SCENARIOS: list[Callable[[Any], None]] = [
     regularizer,
     local_forward_first,
     local_forward_in_between,
+    raise_in_the_forward,
     in_two_backwards,
     leave_out_and_go_on,
     leave_out_and_go_on_locally,

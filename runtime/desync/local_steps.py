@@ -1,0 +1,47 @@
+"""Counts optimizer steps with gradients that no other rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.nn import Parameter
+
+
+class LocalSteps:
+    """Counts steps between a backward inside ``no_sync`` and the next forward.
+
+    A step changes a parameter in place, and its gradient is then dropped or set to zero. Either of them alone is no
+    step: weights may be swapped for an evaluation in the middle of an accumulation, and a bad micro-batch may be
+    dropped. One parameter is watched, so a step is found in constant time, and iterations without ``no_sync`` pay for
+    nothing.
+
+    Args:
+        parameters: Those that are reduced.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.num_found = 0
+        self._parameters = parameters
+        self._watched: int | None = None
+        self._value_before = 0
+        self._gradient_before: tuple[int, int] | None = None
+
+    def gradient_arrives(self, index: int) -> None:
+        """A parameter's gradient has been accumulated inside ``no_sync``."""
+        if self._watched is None or self._watched == index:
+            self._watched = index
+            self._value_before = self._parameters[index]._version
+            self._gradient_before = self._gradient_of(index)
+
+    def forward_begins(self) -> None:
+        """A forward with gradients begins, inside ``no_sync`` or not."""
+        if self._watched is None:
+            return
+        has_changed = self._parameters[self._watched]._version != self._value_before
+        self.num_found += has_changed and self._gradient_of(self._watched) != self._gradient_before
+        self._watched = None
+
+    def _gradient_of(self, index: int) -> tuple[int, int] | None:
+        """Which tensor it is, and how often it was written."""
+        gradient = self._parameters[index].grad
+        return None if gradient is None else (id(gradient), gradient._version)
