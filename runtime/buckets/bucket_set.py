@@ -155,7 +155,7 @@ class BucketSet:
         )
         return self._monitor.report_failure(failure)
 
-    def _refuse_other_message(self, plan: BucketPlan) -> None:
+    def _refuse_other_model(self, plan: BucketPlan) -> None:
         theirs = {gradient.index: gradient for bucket in plan.buckets for gradient in bucket.gradients}
         ours = {gradient.index: gradient for gradient in self._builder.gradients}
         if theirs == ours:
@@ -170,7 +170,7 @@ class BucketSet:
 
     def _install(self, plan: BucketPlan) -> None:
         """Reduce by another plan from now on; buckets of both are kept. Raises if it is another model's plan."""
-        self._refuse_other_message(plan)
+        self._refuse_other_model(plan)
         self._builder.seal(plan)
         torch_internals.trace_artifact(f"ddp_compile_plan_{plan.digest}", plan.to_json, "json")
         present = {(bucket.spec.gradients, bucket.spec.layout): bucket for bucket in self.buckets}

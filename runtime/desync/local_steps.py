@@ -12,8 +12,7 @@ class LocalSteps:
 
     A step changes a parameter in place, and its gradient is then dropped or set to zero. Either of them alone is no
     step: weights may be swapped for an evaluation in the middle of an accumulation, and a bad micro-batch may be
-    dropped. One parameter is watched, so a step is found in constant time, and iterations without ``no_sync`` pay for
-    nothing.
+    dropped. One parameter is watched, so a step is found in constant time.
 
     Args:
         parameters: Those that are reduced.
