@@ -6,6 +6,7 @@ ARGS ?=
 TORCH ?=
 JOBS ?= 2
 CASES ?= 5000
+STEPS ?= 20000
 # Expanded when training starts, which is after the installation.
 NPROC ?= $(shell $(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
 
@@ -23,13 +24,14 @@ EXTRAS := test dev docs bench examples report integrations
 # Where it is set, as in many containers, each process compiles what it imports once more, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
-.PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint pyright docs bytecode dist venv clean
+.PHONY: help train test test-long soak compat parity bench gpu-bench gpu-check lint pyright docs bytecode dist venv clean
 
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
 	@echo 'make test    run the test suite, in parallel unless ARGS says which tests'
 	@echo "make test-long  run the tests that CI leaves out, torch's own of DistributedDataParallel, random modules and"
 	@echo '             random programs with sharded optimizers'
+	@echo 'make soak    train for many steps and make many models, while memory, threads and times stay flat'
 	@echo 'make compat TORCH=2.15.0  run most tests with another torch, in an environment of its own (several GB)'
 	@echo 'make parity  run the tests that compare with DistributedDataParallel, and write docs/ddp_parity.md'
 	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'
@@ -47,6 +49,7 @@ help:
 	@echo '  CASES=N      number of random modules in "make test-long" ($(CASES))'
 	@echo '  JOBS=N       number of processes that "make test" gives tests to ($(JOBS))'
 	@echo '  NPROC=N      number of training processes'
+	@echo '  STEPS=N      number of steps of each way to train in "make soak" ($(STEPS))'
 	@echo '  PYTHON=...   interpreter for the virtual environment ($(PYTHON))'
 
 # The modules are named instead of the scripts "torchrun" and "pytest": where the system's torch is used, those
@@ -77,6 +80,9 @@ test-long: $(STAMP)
 	$(BIN)/python tests/fuzz/run.py --ranks-that-differ --cases 1000 || status=$$?; \
 	$(MAKE) pyright || status=$$?; \
 	exit $$status
+
+soak: $(STAMP)
+	$(BIN)/python tests/soak/run.py --steps $(STEPS) $(ARGS)
 
 # Whatever build of that torch pip finds by its name; one with CUDA runs on the CPU too.
 compat: $(TORCH:%=.venv-%/.installed)

@@ -314,6 +314,24 @@ def sharded_whole(stage: Stage, **settings: Any) -> None:
     stage.end(model)
 
 
+def diloco_saved(stage: Stage) -> None:
+    """States are saved on another stream between a message and the step that applies it, on which the message ends."""
+    model = replicated(stage, algorithm=DiLoCo(sync_every=3, fragments=1, fragment_sync_delay=2))
+    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    for number, roles in enumerate(stage.steps(6)):
+        with stage.on(roles.caller):
+            optimizer.zero_grad()
+            stage.backward(stage.forward(model, batch(), roles), roles)
+            optimizer.step()
+            if number % 3 == 0:
+                with stage.on("other"):
+                    stage.wait_for(roles.caller)
+                    model.comm_algorithm.state_dict()
+                stage.wait_for("other")
+            stage.use_memory()
+    stage.end(model)
+
+
 def steady(stage: Stage, of_shards: bool = False, **settings: Any) -> None:
     """A few steps to reach the steady state, in which nothing may make the host wait for the device."""
     model = replicated(stage, **settings)
@@ -366,6 +384,7 @@ _ON_NCCL: dict[str, Program] = {
     "DiLoCo": partial(
         with_algorithm, algorithm=DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, wire_dtype=torch.uint8)
     ),
+    "DiLoCo, saved": diloco_saved,
     "asynchronous average": asynchronous,
     "switched algorithms": switched,
     "sharded": sharded,
