@@ -82,7 +82,7 @@ test-long: $(STAMP)
 	exit $$status
 
 soak: $(STAMP)
-	$(BIN)/python tests/soak/run.py --steps $(STEPS) $(ARGS)
+	$(BIN)/python tests/soak/soak.py --steps $(STEPS) $(ARGS)
 
 # Whatever build of that torch pip finds by its name; one with CUDA runs on the CPU too.
 compat: $(TORCH:%=.venv-%/.installed)

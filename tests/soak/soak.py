@@ -1,6 +1,6 @@
 """Trains for many steps, and makes and drops many models, while memory, threads, descriptors and times must stay flat.
 
-    python tests/soak/run.py [--steps 20000] [--models 100] [--ways default,sharded,asynchronous,automatic]
+    python tests/soak/soak.py [--steps 20000] [--models 100] [--ways default,sharded,asynchronous,automatic]
 
 Two ranks train a small compiled model on the CPU. A way to train is one run of ``--steps`` steps. Its figures are those
 of rank 0 after each quarter: resident memory, threads, file descriptors, process groups, and the median step of the
@@ -39,6 +39,9 @@ NUM_QUARTERS = 4
 #: What may come from the end of the first quarter to the end of the last one. The allocator keeps pages that it has
 #: split, a timer or a finalizer may be about to run, and times differ by what else the machine does.
 LIMITS = {"memory MiB": 8.0, "threads": 2.0, "descriptors": 2.0, "groups": 0.0}
+#: What torch.compile alone keeps of a model that is gone, since Dynamo never drops finalizers on modules and functions
+#: that its guards mention: 0.2 MiB of this one (torch 2.13). Ours compiles two functions.
+MIB_OF_A_MODEL = 0.5
 #: By how much the median step of the last quarter may exceed the one of the second.
 MOST_SLOWDOWN = 1.3
 
@@ -156,14 +159,18 @@ def run_rank(rank: int, folder: str, name: str, amount: int) -> None:
     dist.destroy_process_group()
 
 
-def what_grows(found: list[Figures], is_training: bool) -> list[str]:
-    """What exceeds its limit, in words."""
+def what_grows(found: list[Figures], num_models: int) -> list[str]:
+    """What exceeds its limit, in words.
+
+    Args:
+        num_models: How many models were made; 0 if one model was trained.
+    """
     first, last = found[0], found[-1]
-    growth = dict(zip(LIMITS, (b - a for a, b in zip(first[:4], last[:4], strict=True)), strict=True))
-    wrong = [
-        f"{name} by {growth[name]:.1f}, allowed {limit:g}" for name, limit in LIMITS.items() if growth[name] > limit
-    ]
-    if is_training and last.step_ms > MOST_SLOWDOWN * found[1].step_ms:
+    limits = LIMITS | {"memory MiB": LIMITS["memory MiB"] + MIB_OF_A_MODEL * num_models}
+    growth = dict(zip(limits, (b - a for a, b in zip(first[:4], last[:4], strict=True)), strict=True))
+    beyond = [(name, limit) for name, limit in limits.items() if growth[name] > limit]
+    wrong = [f"{name} by {growth[name]:.1f}, allowed {limit:g}" for name, limit in beyond]
+    if not num_models and last.step_ms > MOST_SLOWDOWN * found[1].step_ms:
         wrong.append(f"the step from {found[1].step_ms:.2f} to {last.step_ms:.2f} ms, allowed {MOST_SLOWDOWN} times")
     return wrong
 
@@ -173,7 +180,7 @@ def soak(name: str, amount: int) -> tuple[list[Figures], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (folder, name, amount), nprocs=WORLD_SIZE)
         found = [Figures(*each) for each in torch.load(Path(folder) / "figures")]
-    return found, what_grows(found, is_training=name != "models")
+    return found, what_grows(found, amount if name == "models" else 0)
 
 
 def main() -> int:
