@@ -65,6 +65,7 @@ def unwrap(model: ModuleT) -> ModuleT:
 
     Nothing is reduced or compiled from now on. If the algorithm lets parameters differ between the ranks, all ranks
     must unwrap together, and the parameters become the mean over the ranks; optimizer states remain each rank's own.
+    With a sharded optimizer all ranks must unwrap together too; its process groups are destroyed.
     After a backward that raised in the middle of an iteration, gradients become None, since only some had been
     averaged.
 

@@ -2,10 +2,11 @@
 
 Note [When a plan is measured and replaced]
 Training begins with the default capacities. Soon every rank measures some steps, as by ``model.measure()``. Before the
-next forward, rank 0 plans by the medians of the records, so that one slow rank or step decides nothing, and sends every
-rank the plan to go on with. Gradients, also those accumulated in ``no_sync``, and states of optimizers stay as they
-are. The training graphs are compiled once more, since the plan decides where they are cut and what they launch. Some
-steps of the new plan are measured too. If they are longer than those before, the old plan comes back.
+next forward, rank 0 plans by medians over ranks and steps, and sends every rank the plan to go on with. So one slow
+step decides nothing, nor does one slow rank of three or more. Gradients, also those accumulated in ``no_sync``, and
+states of optimizers stay as they are. The training graphs are compiled once more, since the plan decides where they are
+cut and what they launch. Some steps of the new plan are measured too. If they are longer than those before, the old
+plan comes back.
 
 Every `AGAIN_AFTER` iterations a few steps are measured again. The plan is replaced again only if the link has become
 faster or slower by `LINK_FACTOR`. Between the measurements nothing is recorded and nothing is sent.
@@ -84,7 +85,7 @@ class AutomaticPlan:
             self._measurement = Measurement(self._replica, self._model, NUM_MEASURED, lambda: None)
 
     def make_way(self) -> None:
-        """The user begins to measure, on every rank: measure later."""
+        """The user begins to measure, or the model is unwrapped, on every rank: drop what is being measured."""
         if self._measurement is not None:
             self._measurement.abandon()
             self._measurement = None

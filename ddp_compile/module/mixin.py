@@ -383,6 +383,8 @@ class ReplicatedModule(nn.Module):
         state.reducer.algorithm.sharding.refuse_missing_steps()
         if state.measurement is not None:
             state.measurement.abandon()
+        if state.automatic_plan is not None:
+            state.automatic_plan.make_way()
         state.reducer.remove_hooks()
         state.delayed.remove_hook()
         state.sharded.detach()

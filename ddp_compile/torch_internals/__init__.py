@@ -85,6 +85,7 @@ from ddp_compile.torch_internals.process_groups import (
     group_timeout,
     groups_of_some_ranks,
     holds_server,
+    is_registered,
     preserved_versions,
     reduce_scatter_single,
     shut_down_connection,

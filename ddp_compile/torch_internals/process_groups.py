@@ -119,6 +119,12 @@ def groups_of_some_ranks(name: str) -> Iterator[None]:
             c10d._hash_ranks_to_str, c10d._world.group_count = name_by_ranks, group_count
 
 
+def is_registered(process_group: Any) -> bool:
+    """Whether ``torch.distributed`` knows the group; not after ``destroy_process_group``."""
+    c10d: Any = torch.distributed.distributed_c10d
+    return process_group in c10d._world.pg_map
+
+
 def group_timeout(process_group: Any, device: torch.device) -> timedelta:
     """The timeout of collectives on this device; torch's default if the backend has none."""
     try:

@@ -125,6 +125,8 @@ class BucketSet:
             plan = plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
         except RuntimeError as error:
             raise self._no_plan(error) from error
+        if plan == before:
+            return
         self._install(plan)
         for bucket in old_buckets:
             if bucket not in self.buckets:

@@ -38,10 +38,11 @@ def group_of(
 def close_groups(groups: Sequence[dist.ProcessGroup], like: dist.ProcessGroup) -> None:
     """Destroy process groups of the ranks of another group; all of them call this, with nothing under way.
 
-    A group that stays keeps its threads, connections and communicators until all groups are destroyed.
+    A group that stays keeps its threads, connections and communicators until all groups are destroyed. They stay if the
+    other group has been destroyed already, since then the ranks cannot wait for each other.
     """
-    if not dist.is_initialized():
-        return  # they are gone already
+    if not torch_internals.is_registered(like):
+        return
     dist.barrier(group=like)  # a rank that still receives from this one would fail
     for group in groups:
         dist.destroy_process_group(group)

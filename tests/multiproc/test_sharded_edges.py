@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
-from rank_pool import RankFailure, RankPool
+from rank_pool import RankFailure, RankPool, on_ranks
 from test_sharded_optimizer import CAP_MB, OPTIMIZERS, WIDTH, batch, differences, groups_of, plain
 from test_sharded_parameters import late_rank, make
 from test_sharded_refusals import said_by
@@ -416,3 +416,22 @@ def test_edits_of_groups_are_refused_by_name(ranks: Ranks) -> None:
             assert f'ReplicationError: rank {rank if place else 1}: group["params"]' in text
             assert "Put back what was there; to leave parameters out" in text
         assert len(said) == 5 and goes_on
+
+
+@pytest.mark.parametrize(("is_gone", "stay"), [(False, 0), (True, 2)])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_unwrapping_destroys_its_process_groups_if_that_of_the_model_is_still_there(is_gone: bool, stay: int) -> None:
+    groups = dist.distributed_c10d._world.pg_map
+    before = set(groups)
+    own = dist.new_group()
+    model, optimizer = make(process_group=own)
+    assert len(set(groups) - before) == 3
+    plain(model, optimizer, 0)
+    model.await_parameters()
+    dist.barrier()  # the other rank may still be sending over it
+    if is_gone:
+        dist.destroy_process_group(own)
+    model.unwrap()
+    assert len(set(groups) - before - {own}) == stay
+    dist.barrier()

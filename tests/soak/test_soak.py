@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from soak import LIMITS, MOST_SLOWDOWN, Figures, soak, what_grows
 
 FLAT = Figures(memory_mib=300.0, threads=9, descriptors=18, groups=1, step_ms=2.0)
