@@ -168,14 +168,29 @@ def run_in_new_processes(pool: RankPool, function: Callable[..., Any], *args: An
         pool.close()
 
 
+#: Process groups that have been destroyed, but not freed; see `collect_process_groups`.
+_destroyed: list[Any] = []
+
+
+def destroy_process_groups() -> None:
+    """Destroy all process groups; `collect_process_groups` frees them."""
+    _destroyed.extend(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+
+
 def collect_process_groups() -> None:
-    """Free the process groups of models that the garbage collector has not found yet, unless there is only one.
+    """Free destroyed process groups, and before them the models that the collector has not found, unless there are few.
 
     Their threads poll: on idle ranks they took a tenth of both cores. Remaining objects are not scanned again.
+
+    A DistributedDataParallel must not be a group's last owner. The collector frees its reducer with the GIL held; the
+    group's destructor then joins a thread of gloo that may be waiting for the GIL to drop a tensor (torch 2.13). A
+    group that Python owns is destroyed without the GIL.
     """
     if len(os.listdir("/proc/self/task")) > MOST_THREADS:
         gc.collect()
         gc.freeze()
+        _destroyed.clear()
 
 
 def _serve(rank: int, world_size: int, connection: Connection, path: list[str], stacks: str) -> None:
@@ -187,21 +202,18 @@ def _serve(rank: int, world_size: int, connection: Connection, path: list[str], 
         except EOFError:
             return
         ddp_compile.__kwdefaults__ = defaults
-        groups: list[Any] = []
-        connection.send(_call(rank, world_size, function, args, kwargs, store, timeout_s, groups))
+        connection.send(_call(rank, world_size, function, args, kwargs, store, timeout_s))
         torch._dynamo.reset()
-        # Here, and not where a callback of one of gloo's own threads ends, which cannot wait for itself.
-        groups.clear()
-        collect_process_groups()  # now, since minutes may pass until the next call
+        # Here, and not where a callback of one of gloo's own threads ends, which cannot wait for itself. Now, since
+        # minutes may pass until the next call.
+        collect_process_groups()
 
 
 on_one_stack(_serve)
 
 
-def _call(
-    rank: int, world_size: int, function: Any, args: Any, kwargs: Any, store: str, timeout_s: float, groups: list[Any]
-) -> Any:
-    """The function's result on this rank; ``groups`` keeps the process groups that it has made."""
+def _call(rank: int, world_size: int, function: Any, args: Any, kwargs: Any, store: str, timeout_s: float) -> Any:
+    """The function's result on this rank."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
     torch.manual_seed(rank)
     dist.init_process_group(
@@ -219,5 +231,4 @@ def _call(
         text = traceback.TracebackException.from_exception(error, capture_locals=with_locals)
         return RankFailure(type(error).__name__, str(error), "".join(text.format()))
     finally:
-        groups += dist.distributed_c10d._world.pg_map
-        dist.destroy_process_group()
+        destroy_process_groups()

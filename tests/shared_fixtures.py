@@ -20,7 +20,7 @@ import torch.distributed as dist
 from _pytest.runner import pytest_runtest_protocol
 from cheap_compiles import make_compiles_cheap
 from one_stack import on_one_stack
-from rank_pool import RankPool, Ranks, collect_process_groups
+from rank_pool import RankPool, Ranks, collect_process_groups, destroy_process_groups
 
 from ddp_compile import ddp_compile
 
@@ -73,7 +73,7 @@ def single_rank_group(tmp_path: Path) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    dist.destroy_process_group()
+    destroy_process_groups()
     collect_process_groups()
 
 
