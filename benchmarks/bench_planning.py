@@ -1,9 +1,11 @@
-"""Predicted steps beside measured ones, on a simulated link, for capacities, the optimal boundaries, and "auto".
+"""Steps with ``bucket_cap_mb="auto"`` beside fixed capacities and optimal boundaries, measured and predicted.
 
-    python benchmarks/bench_planning.py --rates 1gbit,4gbit,40gbit --caps 1,5,25 --rounds 15
+    python benchmarks/bench_planning.py [--models gpt-medium,gpt-small,cnn,many-tiny] [--rates 1gbit,2gbit,4gbit,40gbit]
+        [--caps 1,5,25,100] [--rounds 15] [--output FILE.csv]
 
-When gradients are ready is measured in backwards that send nothing. Each round times a step of every plan once, so that
-a slow moment falls on all of them. ``bucket_cap_mb="auto"`` first trains until its plan stays.
+One rank on a simulated link, whose transfers slow down no computation. Each round times a forward and a backward of
+every plan once, so that a slow moment falls on all of them. ``bucket_cap_mb="auto"`` first trains until its plan stays.
+When gradients are ready, for the predictions, is measured in backwards that send nothing.
 """
 
 from __future__ import annotations
@@ -11,57 +13,76 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from tabulate import tabulate
-from torch import nn
 
 from ddp_compile import ddp_compile
+from ddp_compile.bench.report import report_rows
+from ddp_compile.bench.results import median_and_interval
+from ddp_compile.bench.settings import WorkloadSettings
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group, set_link_model
-from ddp_compile.bench.workloads import GPT
+from ddp_compile.bench.workloads import Workload, make_workload
+from ddp_compile.features.automatic_plan import FIRST_MEASURED, NUM_MEASURED
 from ddp_compile.plan.costs import Collective, Computation
 from ddp_compile.plan.planner import LeastTime
 from ddp_compile.plan.scenarios import Model
 from ddp_compile.plan.schedule import loads_of, predict
 from ddp_compile.validation.rates import Rate
 
-#: Steps after which ``bucket_cap_mb="auto"`` has measured, planned, and measured its plan.
-STEPS_OF_AUTO = 32
-WORLD_SIZE = 8
+#: After so many steps ``bucket_cap_mb="auto"`` has measured, planned, measured its plan, and perhaps gone back.
+STEPS_OF_AUTO = FIRST_MEASURED + 2 * NUM_MEASURED + 8
+#: Steps in which a plan is agreed on, packed again and compiled.
+STEPS_OF_PLANS = 5
 #: Of a launch, by the hooks and threads of one process.
 LAUNCH_S = 1e-4
 
 
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    return GPT(depth=6, width=384, vocabulary=4096, length=128)
+class Trained(NamedTuple):
+    """A replicated model with its data."""
+
+    replicated: Any
+    workload: Workload
+    batch: tuple[torch.Tensor, torch.Tensor]
+
+    def step(self) -> tuple[float, float, float]:
+        """When a step began, its backward began, and it ended."""
+        self.replicated.zero_grad()
+        inputs, targets = self.batch
+        began = time.perf_counter()
+        loss = self.workload.loss(self.replicated(inputs), targets)
+        backward = time.perf_counter()
+        loss.backward()
+        return began, backward, time.perf_counter()
+
+    def steps(self, number: int) -> Trained:
+        for _ in range(number):
+            self.step()
+        return self
 
 
-def step(model: Any, tokens: torch.Tensor) -> tuple[float, float, float]:
-    """When a step began, its backward began, and it ended."""
-    began = time.perf_counter()
-    loss = model(tokens).square().mean()
-    backward = time.perf_counter()
-    loss.backward()
-    return began, backward, time.perf_counter()
+def train(arguments: argparse.Namespace, name: str, **settings: Any) -> Trained:
+    workload = make_workload(WorkloadSettings(model=name, optimizer="sgd", device="cpu"))
+    batch = workload.make_batch(torch.Generator().manual_seed(1))
+    return Trained(ddp_compile(workload.model, backend=arguments.backend, **settings), workload, batch)
 
 
-def measure_computation(model: Any, tokens: torch.Tensor, num_steps: int) -> Computation:
-    parameters = list(model.parameters())
+def measure_computation(trained: Trained, num_steps: int) -> Computation:
+    parameters = list(trained.replicated.parameters())
     came: list[list[float]] = [[] for _ in parameters]
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda _, i=i: came[i].append(time.perf_counter()))
         for i, parameter in enumerate(parameters)
     ]
     forwards, begins = [], []
-    with model.no_sync():
+    with trained.replicated.no_sync():
+        trained.step()
+        for times in came:
+            times.clear()
         for _ in range(num_steps):
-            model.zero_grad()
-            began, backward, _ = step(model, tokens)
+            began, backward, _ = trained.step()
             forwards.append(backward - began)
             begins.append(backward)
     for hook in hooks:
@@ -70,72 +91,84 @@ def measure_computation(model: Any, tokens: torch.Tensor, num_steps: int) -> Com
     return Computation(ready_s=ready, needed_s=[0.0] * len(ready), forward_s=median(forwards), launch_s=LAUNCH_S)
 
 
-def times_of(models: Sequence[Any], tokens: torch.Tensor, rounds: int) -> list[float]:
-    """Median step of each model."""
-    times: list[list[float]] = [[] for _ in models]
-    for number in range(rounds + 2):
-        for model, found in zip(models, times, strict=True):
-            model.zero_grad()
-            began, _, ended = step(model, tokens)
-            if number >= 2:  # plans are agreed on, and tails packed again
-                found.append(ended - began)
-    return [median(found) for found in times]
+def times_of(plans: dict[str, Trained], rounds: int) -> dict[str, list[float]]:
+    """The step of each round, by plan."""
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    for number in range(rounds):
+        start = number % len(plans)
+        for name in [*plans][start:] + [*plans][:start]:
+            plans[name].step()  # fills the caches that the plan before it took
+            began, _, ended = plans[name].step()
+            times[name].append(ended - began)
+    return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rates", default="1gbit,4gbit,40gbit")
-    parser.add_argument("--caps", default="1,5,25", help="fixed capacities in MiB")
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    links = {text: Rate.parse(text).bits_per_second for text in arguments.rates.split(",")}
-    init_simulated_process_group(LinkModel.from_rate(400e9, WORLD_SIZE), torch.device("cpu"))
-    tokens = torch.randint(4096, (4, 128))
-    first: Any = ddp_compile(make(), backend="eager")
-    measure_computation(first, tokens, 2)
-    computation = measure_computation(first, tokens, arguments.rounds)
-    specs = sorted((g for bucket in first.bucket_plan.buckets for g in bucket.gradients), key=lambda g: g.index)
+def rows_of(arguments: argparse.Namespace, name: str) -> list[dict[str, object]]:
+    set_link_model(LinkModel.from_rate(400e9, arguments.world_size))
+    caps = list(map(float, arguments.caps.split(",")))
+    fixed = {f"{cap:g} MiB": train(arguments, name, bucket_cap_mb=cap).steps(STEPS_OF_PLANS) for cap in caps}
+    first = fixed[f"{caps[0]:g} MiB"]
+    computation = measure_computation(first, arguments.rounds)
+    specs = sorted((g for b in first.replicated.bucket_plan.buckets for g in b.gradients), key=lambda g: g.index)
     model = Model(gradients=specs, computation=computation, default_caps_bytes=(2**20,))
-    rows = []
-    for text, bits in links.items():
+    rows: list[dict[str, object]] = []
+    for rate in arguments.rates.split(","):
+        bits = Rate.parse(rate).bits_per_second
         assert bits is not None
-        link = LinkModel.from_rate(bits, WORLD_SIZE)
+        link = LinkModel.from_rate(bits, arguments.world_size)
         set_link_model(link)
-        share = 2 * (WORLD_SIZE - 1) / WORLD_SIZE
-        reduce = Collective(latency_s=link.alpha_s, s_per_byte=share / link.bytes_per_second)
-        costs = computation.with_transfers(reduce)
-        models: dict[str, Any] = {
-            f"{cap:g} MiB": ddp_compile(make(), backend="eager", bucket_cap_mb=cap)
-            for cap in map(float, arguments.caps.split(","))
+        share = 2 * (arguments.world_size - 1) / arguments.world_size
+        costs = computation.with_transfers(Collective(latency_s=link.alpha_s, s_per_byte=share / link.bytes_per_second))
+        plans = fixed | {
+            "optimal": with_plan(arguments, name, model, LeastTime(costs)).steps(STEPS_OF_PLANS),
+            "auto": train(arguments, name, bucket_cap_mb="auto").steps(STEPS_OF_AUTO),
         }
-        models["optimal"] = with_plan(model, LeastTime(costs))
-        models["auto"] = ddp_compile(make(), backend="eager", bucket_cap_mb="auto")
-        for _ in range(STEPS_OF_AUTO):
-            models["auto"].zero_grad()
-            step(models["auto"], tokens)
-        measured = times_of(list(models.values()), tokens, arguments.rounds)
-        for (name, trained), measured_s in zip(models.items(), measured, strict=True):
-            predicted = predict(loads_of(trained.bucket_plan, costs), costs)
+        times = times_of(plans, arguments.rounds)
+        best = min(fixed, key=lambda each: median(times[each]))
+        for plan, trained in plans.items():
+            bucket_plan, measured_s = trained.replicated.bucket_plan, median(times[plan])
+            predicted_s = predict(loads_of(bucket_plan, costs), costs).step_s
+            ratio, low, high = median_and_interval(a / b for a, b in zip(times[plan], times[best], strict=True))
             rows.append(
                 {
-                    "link": text,
-                    "buckets": name,
-                    "number": len(trained.bucket_plan.buckets),
-                    "predicted ms": predicted.step_s * 1e3,
-                    "measured ms": measured_s * 1e3,
-                    "ratio": predicted.step_s / measured_s,
+                    "model": name,
+                    "link": rate,
+                    "transfer/alone": round(costs.reduce.s_per_byte * model.num_bytes / model.alone_s, 2),
+                    "plan": plan,
+                    "buckets": len(bucket_plan.buckets),
+                    "step_ms": round(measured_s * 1e3, 2),
+                    "to_best_cap": round(ratio, 4),
+                    "from": round(low, 4),
+                    "to": round(high, 4),
+                    "predicted_ms": round(predicted_s * 1e3, 2),
+                    "predicted/measured": round(predicted_s / measured_s, 3),
                 }
             )
-    print(f"{len(specs)} gradients, {model.num_bytes / 2**20:.1f} MiB, {model.alone_s * 1e3:.1f} ms a step alone")
-    print(tabulate(rows, headers="keys", floatfmt=".2f"))
+        report_rows(rows[-len(plans) :], None)
+    return rows
 
 
-def with_plan(model: Model, planner: LeastTime) -> Any:
+def with_plan(arguments: argparse.Namespace, name: str, model: Model, planner: LeastTime) -> Trained:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         model.plan(planner).save(path)
-        return ddp_compile(make(), backend="eager", bucket_plan=path)
+        return train(arguments, name, bucket_plan=path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="gpt-medium,gpt-small,cnn,many-tiny")
+    parser.add_argument("--rates", default="1gbit,2gbit,4gbit,40gbit")
+    parser.add_argument("--caps", default="1,5,25,100", help="fixed capacities in MiB")
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--world-size", type=int, default=2, help="simulated ranks")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="CSV file (default: only print)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    init_simulated_process_group(LinkModel.from_rate(400e9, arguments.world_size), torch.device("cpu"))
+    rows = [row for name in arguments.models.split(",") for row in rows_of(arguments, name)]
+    report_rows(rows, arguments.output, world_size=arguments.world_size, backend=arguments.backend)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ Training begins with the default capacities. Soon every rank measures some steps
 next forward, rank 0 plans by medians over ranks and steps, and sends every rank the plan to go on with. So one slow
 step decides nothing, nor does one slow rank of three or more. Gradients, also those accumulated in ``no_sync``, and
 states of optimizers stay as they are. The training graphs are compiled once more, since the plan decides where they are
-cut and what they launch. Some steps of the new plan are measured too. If they are longer than those before, the old
-plan comes back.
+cut and what they launch. Some steps of the new plan are measured too. If they are no shorter than those before, the
+old plan comes back.
 
 Every `AGAIN_AFTER` iterations a few steps are measured again. The plan is replaced again only if the link has become
 faster or slower by `LINK_FACTOR`. Between the measurements nothing is recorded and nothing is sent.
@@ -44,8 +44,9 @@ NUM_MEASURED = 10
 AGAIN_AFTER = 1000
 #: The part of a step that another plan has to save by prediction; less is not worth compiling again.
 LEAST_GAIN = 0.02
-#: The part of a step by which a new plan may be measured to be slower than the old one before that comes back.
-MOST_LOSS = 0.02
+#: The part of a step by which a new plan may be measured to be slower than the old one before that comes back. What a
+#: launch costs is measured, but not what it costs to cut a graph in one more place.
+MOST_LOSS = 0.0
 #: A plan is not replaced again before the link's time for a bucket has changed by this factor.
 LINK_FACTOR = 1.5
 
