@@ -44,7 +44,7 @@ def measure_offsets(group: Any, device: torch.device) -> list[Offset]:
     last_ended = 0
     for _ in range(_ROUNDS + 1):
         own = torch.tensor([time.monotonic_ns(), last_ended], dtype=torch.int64, device=device)
-        rows = _all_gather(own, group)
+        rows = _all_gather(own, group).tolist()
         last_ended = time.monotonic_ns()
         begun.append([row[0] for row in rows])
         ended.append([row[1] for row in rows])
@@ -66,14 +66,15 @@ def _offset(begun_0: Sequence[int], ended_0: Sequence[int], begun: Sequence[int]
 
 def exchange_bytes(own: bytes, group: Any, device: torch.device) -> list[bytes]:
     """The bytes of every rank, in the order of the group; every rank calls this."""
-    lengths = [row[0] for row in _all_gather(torch.tensor([len(own)], dtype=torch.int64, device=device), group)]
+    lengths = _all_gather(torch.tensor([len(own)], dtype=torch.int64, device=device), group).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    rows = _all_gather(padded.to(device), group)
-    return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+    rows = _all_gather(padded.to(device), group).cpu()
+    return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
 
 
-def _all_gather(own: Tensor, group: Any) -> list[Any]:
+def _all_gather(own: Tensor, group: Any) -> Tensor:
+    """The tensors of all ranks, stacked."""
     everyone = [torch.empty_like(own) for _ in range(group.size())]
     group.allgather([everyone], [own]).wait()
-    return torch.stack(everyone).tolist()
+    return torch.stack(everyone)
