@@ -1,0 +1,148 @@
+"""Faults while training: no process is left behind, exit codes tell what happened, and losses go on as before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from faults.faults import TORCHRUN_KILLS_AFTER_S, Run, is_complete, train
+from faults.trainee import FAULTY_STEP, GROUP_TIMEOUT_S, POINTS, STEPS_BETWEEN_CHECKPOINTS, WAYS
+
+CHECKPOINT = FAULTY_STEP // STEPS_BETWEEN_CHECKPOINTS * STEPS_BETWEEN_CHECKPOINTS
+#: What starting twice and training take on a busy machine.
+START_S = 60.0
+
+needs_own_network = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, for a network and a disk of its own"
+)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[int, float]]]:
+    """The losses of a run to which nothing happens, by way to train; filled when they are first needed."""
+    return {}
+
+
+def losses_of(way: str, undisturbed: dict[str, list[dict[int, float]]], folder: Path) -> list[dict[int, float]]:
+    if way not in undisturbed:
+        (folder / "undisturbed").mkdir()
+        run = train(folder / "undisturbed", way)
+        assert run.exit_code == 0 and is_complete(run) and [len(lives) for lives in run.lives] == [1, 1], run.output
+        undisturbed[way] = run.losses
+    return undisturbed[way]
+
+
+def assert_resumed(run: Run, expected: list[dict[int, float]], checkpoint: int) -> None:
+    """It ended well, after one restart from a checkpoint."""
+    assert run.exit_code == 0 and run.left_behind == [], run.output
+    assert [[life.begins_after for life in lives] for lives in run.lives] == [[0, checkpoint]] * 2, run.output
+    assert is_complete(run) and run.losses == expected
+
+
+CASES = [
+    ("default", "kill", "backward"),
+    *(
+        pytest.param(way, fault, at, marks=pytest.mark.long)
+        for way in WAYS
+        for fault, at in (*(("kill", point) for point in POINTS), ("out of memory", "backward"))
+        if (way, fault, at) != ("default", "kill", "backward")
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "fault", "at"), CASES)
+def test_a_rank_that_ends_is_started_again(
+    way: str, fault: str, at: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
+) -> None:
+    expected = losses_of(way, undisturbed, tmp_path)
+    run = train(tmp_path, way, fault, at)
+    assert_resumed(run, expected, CHECKPOINT)
+    if fault == "out of memory":
+        assert "DefaultCPUAllocator" in run.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_stands_still_is_started_again(
+    way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
+) -> None:
+    expected = losses_of(way, undisturbed, tmp_path)
+    run = train(tmp_path, way, "stop")
+    assert_resumed(run, expected, CHECKPOINT)
+    assert run.seconds < START_S + GROUP_TIMEOUT_S + TORCHRUN_KILLS_AFTER_S
+    assert "ReductionError" in run.output
+
+
+@needs_own_network
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_link_that_heals_in_time_changes_nothing(
+    way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
+) -> None:
+    expected = losses_of(way, undisturbed, tmp_path)
+    run = train(tmp_path, way, "link cut and healed", is_isolated=True)
+    assert run.exit_code == 0 and run.left_behind == [], run.output
+    assert [len(lives) for lives in run.lives] == [1, 1] and run.losses == expected
+
+
+@needs_own_network
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_link_that_is_cut_for_longer_than_the_timeout(
+    way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
+) -> None:
+    expected = losses_of(way, undisturbed, tmp_path)
+    run = train(tmp_path, way, "link cut", is_isolated=True)
+    assert_resumed(run, expected, CHECKPOINT)
+    assert "ReductionError" in run.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_store_that_freezes_stops_no_training(
+    way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
+) -> None:
+    expected = losses_of(way, undisturbed, tmp_path)
+    run = train(tmp_path, way, "store frozen", shares_store=True)
+    assert run.exit_code == 0 and run.left_behind == [], run.output
+    assert [len(lives) for lives in run.lives] == [1, 1] and run.losses == expected
+
+
+@needs_own_network
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_disk_that_is_full_leaves_the_checkpoint_before(
+    way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
+) -> None:
+    expected = losses_of(way, undisturbed, tmp_path)
+    run = train(tmp_path, way, "disk full", is_isolated=True)
+    assert_resumed(run, expected, CHECKPOINT)
+    assert "iostream error" in run.output or "file write failed" in run.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_damaged_checkpoint_is_passed_over(
+    way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
+) -> None:
+    expected = losses_of(way, undisturbed, tmp_path)
+    run = train(tmp_path, way, "corrupt checkpoint")
+    assert_resumed(run, expected, CHECKPOINT - STEPS_BETWEEN_CHECKPOINTS)
+    assert f"step_{CHECKPOINT}.rank1.pt cannot be read" in run.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_ends_every_process(
+    way: str, point: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
+) -> None:
+    expected = losses_of(way, undisturbed, tmp_path)
+    run = train(tmp_path, way, "ctrl-c", point, ctrl_c=True)
+    assert run.exit_code != 0 and run.left_behind == [], run.output
+    assert run.seconds < GROUP_TIMEOUT_S + 10, run.output
+    again = train(tmp_path, way)
+    assert_resumed(again, expected, CHECKPOINT)
