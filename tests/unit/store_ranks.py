@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,44 @@ from ddp_compile.runtime.desync.group_store import GroupStore
 from ddp_compile.runtime.desync.model_order import ModelOrder
 
 PLAN = BucketPlan(())
+
+
+class CountingStore:
+    """A rank's own connection to a store. It counts what it asks the server for, once for each key.
+
+    Args:
+        store: The server's.
+        is_shared: Whether all ranks use this connection.
+    """
+
+    def __init__(self, store: Any, is_shared: bool = False) -> None:
+        self._store = store
+        self._is_shared = is_shared
+        self.num_asked = 0
+        self.num_bytes = 0  #: of keys and values, there and back
+
+    def clone(self) -> CountingStore:
+        return self if self._is_shared else CountingStore(self._store.clone())
+
+    def forget(self) -> None:
+        self.num_asked = self.num_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            answer = method(*args)
+            keys = args[0] if args and isinstance(args[0], list) else args[:1]
+            self.num_asked += max(1, len(keys))
+            self.num_bytes += sum(map(_num_bytes, chain(keys, args[1:])))
+            self.num_bytes += sum(map(_num_bytes, answer if isinstance(answer, list) else [answer]))
+            return answer
+
+        return call
+
+
+def _num_bytes(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes) else 8
 
 
 def store_of(store: Any, world_size: int = 2) -> GroupStore:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from store_ranks import on_threads, points_of, run_iteration, store_of
+from store_ranks import CountingStore, on_threads, points_of, run_iteration, store_of
 
 from ddp_compile.errors import RanksDifferError
 from ddp_compile.runtime.desync import gathering, rank_status
@@ -18,43 +17,22 @@ from ddp_compile.runtime.desync.group_store import GroupStore
 from ddp_compile.runtime.desync.rank_status import RankStatuses
 
 
-class CountingStore:
-    """A connection that many ranks share, and that counts what it asks the server for: one for each key."""
-
-    def __init__(self, store: Any, counts: list[int]) -> None:
-        self._store = store
-        self._counts = counts
-
-    def clone(self) -> CountingStore:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-
-        def call(*args: Any) -> Any:
-            self._counts.append(len(args[0]) if args and isinstance(args[0], list) else 1)
-            return method(*args)
-
-        return call
-
-
 NUM_RANKS = 128
 
 
 @pytest.fixture
-def asked() -> Iterator[tuple[list[GroupStore], list[int]]]:
-    """Stores of many ranks on one server, and how much each question asks it for."""
+def asked() -> tuple[list[GroupStore], CountingStore]:
+    """Stores of many ranks on one server, and the connection that they share."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    counts: list[int] = []
-    counting = CountingStore(server, counts)
-    yield [store_of(counting, NUM_RANKS) for _ in range(NUM_RANKS)], counts
+    counting = CountingStore(server, is_shared=True)
+    return [store_of(counting, NUM_RANKS) for _ in range(NUM_RANKS)], counting
 
 
 def test_the_table_of_many_ranks_takes_questions_in_proportion_to_the_ranks(asked: Any) -> None:
-    stores, counts = asked
+    stores, counting = asked
     ranks = [RankStatuses(store, rank, range(NUM_RANKS)) for rank, store in enumerate(stores)]
     for number in range(2):
-        counts.clear()
+        counting.forget()
         for rank, statuses in enumerate(ranks):
             statuses.note("waiting for the buckets of iteration", 7 + number)
             statuses.fail(f", bucket {rank % 2}: failed")
@@ -65,20 +43,20 @@ def test_the_table_of_many_ranks_takes_questions_in_proportion_to_the_ranks(aske
                 f"{7 + number}, bucket {i}: failed" for i in range(2)
             ]
             assert all(row.split("  ")[1].count(",") == NUM_RANKS // 2 - 1 for row in rows)
-        assert sum(counts) < 60 * NUM_RANKS  # and not NUM_RANKS**2, a few times
+        assert counting.num_asked < 60 * NUM_RANKS  # and not NUM_RANKS**2, a few times
 
 
 def test_fingerprints_of_many_ranks_that_differ_take_questions_in_proportion_to_the_ranks(asked: Any) -> None:
-    stores, counts = asked
+    stores, counting = asked
     ranks = [points_of(store, rank, NUM_RANKS) for rank, store in enumerate(stores)]
     for rank, points in enumerate(ranks):
         run_iteration(points, after_forward=rank != 3)
-    counts.clear()
+    counting.forget()
     errors = on_threads([points.compare for points in ranks])
     for error in errors:
         assert isinstance(error, RanksDifferError) and "at the end of iteration 1 " in str(error)
         assert "1 on rank 3, 0 on ranks 0-2, 4-127" in str(error)
-    assert sum(counts) < 60 * NUM_RANKS
+    assert counting.num_asked < 60 * NUM_RANKS
 
 
 def gathering_of(store: Any, num_ranks: int, rank: int) -> Gathering:
