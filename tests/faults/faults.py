@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from faults.trainee import NUM_STEPS
+from trainee import NUM_STEPS
 
 TRAINEE = Path(__file__).with_name("trainee.py")
 #: torchrun waits so long for a process that does not end when it is told to, before it kills it (torch 2.13).

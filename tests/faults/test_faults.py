@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faults.faults import TORCHRUN_KILLS_AFTER_S, Run, is_complete, train
-from faults.trainee import FAULTY_STEP, GROUP_TIMEOUT_S, POINTS, STEPS_BETWEEN_CHECKPOINTS, WAYS
+from faults import TORCHRUN_KILLS_AFTER_S, Run, is_complete, train
+from trainee import FAULTY_STEP, GROUP_TIMEOUT_S, POINTS, STEPS_BETWEEN_CHECKPOINTS, WAYS
 
 CHECKPOINT = FAULTY_STEP // STEPS_BETWEEN_CHECKPOINTS * STEPS_BETWEEN_CHECKPOINTS
 #: What starting twice and training take on a busy machine.

@@ -1,22 +1,21 @@
-"""What up to 4,096 ranks ask their store for, on one machine.
+"""What up to 4,096 ranks ask their store for, in one process whose clock stands still while it computes.
 
     python tests/scale/scale.py [--ranks 64,512,4096]
 
-Each rank is a thread with its own connection to one TCPStore server, 128 ranks to a process. Counted are requests, one
-for each key, and bytes of keys and values, for the rank that asks most and for all ranks together. Times are longer
-than those of ranks with processors of their own, since all share this machine with the server; so no wait for an answer
-ends before `ANSWER_LIMIT_S`.
+Each rank is a thread, of which one runs at a time: the one whose answer, or end of a pause, comes next. The store's
+server answers one request after the other, and takes `REQUEST_S` for each and `KEY_S` for each key. Counted are keys
+that are asked for, and bytes of keys and values, for the rank that asks most and for all ranks together.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
+import itertools
 import logging
-import multiprocessing
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,26 +23,100 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
 import torch.distributed as dist
-from store_ranks import CountingStore, on_threads, points_of, run_iteration, store_of
+from store_ranks import CountingStore, group_of, on_threads, points_of, run_iteration
 from tabulate import tabulate
 
 from ddp_compile.errors import RanksDifferError
 from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.spec import GradientSpec
-from ddp_compile.runtime.desync import agreement_points, gathering
+from ddp_compile.runtime.desync import gathering
 from ddp_compile.runtime.desync.group_store import GroupStore
 from ddp_compile.runtime.desync.rank_status import RankStatuses
 
-ANSWER_LIMIT_S = 120.0
-RANKS_OF_A_PROCESS = 128
+#: What a TCPStore's server takes, several times what it took on an idle machine; and a message there and back.
+REQUEST_S, KEY_S, MESSAGE_S = 20e-6, 1e-6, 100e-6
 #: A thread of a rank needs little; thousands of the usual stacks would be gigabytes.
 _STACK_BYTES = 256 * 1024
+
+
+class Clock:
+    """Stands in for the module ``time``: sleeping threads wake in the order of their times, one at a time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._sleeping: list[tuple[float, int, threading.Semaphore]] = []
+        self._numbers = itertools.count()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        turn = self._wake_after(seconds)
+        self._give_turn()
+        turn.acquire()
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What each function returns or raises, each on its own thread."""
+        turns = [self._wake_after(0.0) for _ in functions]
+
+        def take_part(turn: threading.Semaphore, function: Callable[[], Any]) -> Any:
+            turn.acquire()
+            try:
+                return function()
+            finally:
+                self._give_turn()
+
+        self._give_turn()
+        return on_threads([partial(take_part, turn, each) for turn, each in zip(turns, functions, strict=True)])
+
+    def _wake_after(self, seconds: float) -> threading.Semaphore:
+        turn = threading.Semaphore(0)
+        heapq.heappush(self._sleeping, (self.now + seconds, next(self._numbers), turn))
+        return turn
+
+    def _give_turn(self) -> None:
+        if self._sleeping:
+            self.now, _, turn = heapq.heappop(self._sleeping)
+            turn.release()
+
+
+class Server:
+    """A store, and when it is free to answer."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.store = clock, dist.HashStore()
+        self._free_at = 0.0
+
+    def serve(self, num_keys: int) -> float:
+        """When a request of now is answered."""
+        self._free_at = max(self._free_at, self.clock.now) + REQUEST_S + KEY_S * num_keys
+        return self._free_at
+
+
+class RankStore(GroupStore):
+    """A rank's store, whose answers take time of the simulation."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        self.counting = CountingStore(server.store, is_shared=True)
+        self._server = server
+        super().__init__(group_of(self.counting, number), "test/")
+
+    def post(self, key: str, value: str) -> None:
+        super().post(key, value)
+        self._server.serve(1)
+
+    def ask(self, question: Callable[[], Any], limit_s: float = 0.0) -> Any:
+        before = self.counting.num_asked
+        answer = question()
+        clock = self._server.clock
+        clock.sleep(self._server.serve(self.counting.num_asked - before) - clock.now + MESSAGE_S)
+        return answer
 
 
 class Part(NamedTuple):
     """What one rank does in a scene."""
 
-    before: Callable[[], Any]  #: waits for nobody
+    before: Callable[[], Any]
     after: Callable[[], Any]  #: when all ranks have done that
     is_right: Callable[[Any], bool]  #: given what ``after`` returned or raised
 
@@ -53,104 +126,68 @@ class Traffic(NamedTuple):
 
     what: str
     ranks: int
-    most_asked: int  #: by one rank
-    asked: int  #: by all ranks
+    most_keys: int  #: asked for by one rank
+    keys: int  #: by all ranks
     most_bytes: int
     num_bytes: int
-    seconds: float  #: from when all have done the first part
+    seconds: float  #: until every rank knew, by the simulation's clock
 
 
-def agreement_point(store: GroupStore, rank: int, number: int) -> Part:
+def agreement_point(store: RankStore, rank: int, number: int) -> Part:
     points = points_of(store, rank, number)
     return Part(partial(run_iteration, points), points.compare, lambda result: result is None)
 
 
-def agreement_point_where_rank_1_differs(store: GroupStore, rank: int, number: int) -> Part:
-    points = points_of(store, rank, number)
+def rank_1_differs(store: RankStore, rank: int, number: int) -> Part:
+    """As `agreement_point`, but rank 1 has left out a forward."""
+    points, what = points_of(store, rank, number), f"1 on rank 1, 0 on ranks 0, 2-{number - 1}"
     return Part(
         partial(run_iteration, points, after_forward=rank != 1),
         points.compare,
-        lambda error: (
-            isinstance(error, RanksDifferError) and f"1 on rank 1, 0 on ranks 0, 2-{number - 1}" in str(error)
-        ),
+        lambda error: isinstance(error, RanksDifferError) and what in str(error),
     )
 
 
-def failure_report(store: GroupStore, rank: int, number: int) -> Part:
+def failure_report(store: RankStore, rank: int, number: int) -> Part:
     """A bucket fails on all ranks, which then report where they were."""
     statuses = RankStatuses(store, rank, range(number))
-    store.ends_here = False  # the server is in no rank's process
 
     def fail() -> None:
         statuses.note("waiting for the buckets of iteration", 7 + (rank == 1))
         statuses.fail(", bucket 0: failed")
 
-    return Part(
-        fail, statuses.report, lambda table: f"0, 2-{number - 1} " in table and "iteration 8, bucket 0" in table
-    )
+    return Part(fail, statuses.report, lambda table: f"0, 2-{number - 1} " in table and "8, bucket 0: failed" in table)
 
 
-SCENES: tuple[Callable[[GroupStore, int, int], Part], ...] = (
-    agreement_point,
-    agreement_point_where_rank_1_differs,
-    failure_report,
-)
+SCENES = (agreement_point, rank_1_differs, failure_report)
 
 
-def be_ranks(port: int, ranks: range, number: int, all_here: Any, counts: Any) -> None:
-    """One process of ranks: plays the scenes, and sends what each rank asked for, and the seconds."""
-    logging.disable(logging.WARNING)
-    threading.stack_size(_STACK_BYTES)
-    agreement_points.ANSWER_LIMIT_S = gathering.ANSWER_LIMIT_S = ANSWER_LIMIT_S  # type: ignore[attr-defined]
-    GroupStore.ask.__defaults__ = (ANSWER_LIMIT_S,)
-    # A connection takes tenths of a second, most of which it waits.
-    connections = on_threads([partial(dist.TCPStore, "127.0.0.1", port, is_master=False)] * len(ranks))
-    for scene in SCENES:
-        prefixed = [dist.PrefixStore(scene.__name__, connection) for connection in connections]
-        counting = [CountingStore(each, is_shared=True) for each in prefixed]
-        parts = [scene(store_of(store, number), rank, number) for store, rank in zip(counting, ranks, strict=True)]
-        for store, part in zip(counting, parts, strict=True):
-            store.forget()  # what was asked for when the model was made
-            part.before()
-        all_here.wait()
-        began = time.perf_counter()
-        results = on_threads([part.after for part in parts])
-        seconds = time.perf_counter() - began
-        wrong = [str(result) for part, result in zip(parts, results, strict=True) if not part.is_right(result)]
-        all_here.wait()
-        counts.put((scene.__name__, [(each.num_asked, each.num_bytes) for each in counting], seconds, wrong[:1]))
-
-
-def simulate(number: int) -> list[Traffic]:
-    """What each scene takes with so many ranks.
+def simulate(scene: Callable[[RankStore, int, int], Part], number: int) -> Traffic:
+    """What a scene takes with so many ranks.
 
     Raises:
         RuntimeError: A rank was told something else than what happened.
     """
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "ddp_compile", "__main__"])
-    shares = [range(number)[begin : begin + RANKS_OF_A_PROCESS] for begin in range(0, number, RANKS_OF_A_PROCESS)]
-    all_here, counts = context.Barrier(len(shares)), context.Queue()
-    processes = [
-        context.Process(target=be_ranks, args=(server.port, share, number, all_here, counts)) for share in shares
-    ]
-    for process in processes:
-        process.start()
-    told = [counts.get(timeout=4 * ANSWER_LIMIT_S) for _ in shares for _ in SCENES]
-    for process in processes:
-        process.join()
-    return [
-        _traffic(scene.__name__, number, [each[1:] for each in told if each[0] == scene.__name__]) for scene in SCENES
-    ]
-
-
-def _traffic(what: str, number: int, told: list[Any]) -> Traffic:
-    for _, _, wrong in told:
-        if wrong:
-            raise RuntimeError(f"{what}, {number} ranks: a rank was told {wrong[0]}")
-    asked, sent = zip(*(each for counted, _, _ in told for each in counted), strict=True)
-    return Traffic(what, number, max(asked), sum(asked), max(sent), sum(sent), max(seconds for _, seconds, _ in told))
+    clock, time = Clock(), gathering.time
+    server = Server(clock)
+    stores = [RankStore(server, number) for _ in range(number)]
+    gathering.time = clock  # type: ignore[assignment]
+    stack_bytes = threading.stack_size(_STACK_BYTES)
+    try:
+        parts = [scene(store, rank, number) for rank, store in enumerate(stores)]
+        for store in stores:
+            store.counting.forget()  # what was asked for when the model was made
+        clock.run([part.before for part in parts])
+        began = clock.now
+        results = clock.run([part.after for part in parts])
+    finally:
+        threading.stack_size(stack_bytes)
+        gathering.time = time
+    for part, result in zip(parts, results, strict=True):
+        if not part.is_right(result):
+            raise RuntimeError(f"{scene.__name__} of {number} ranks: a rank was told {result!r}")
+    keys, sent = zip(*((store.counting.num_asked, store.counting.num_bytes) for store in stores), strict=True)
+    return Traffic(scene.__name__, number, max(keys), sum(keys), max(sent), sum(sent), clock.now - began)
 
 
 def plan_bytes(num_gradients: int) -> int:
@@ -165,8 +202,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="64,512,4096")
     arguments = parser.parse_args()
-    rows = [traffic for number in map(int, arguments.ranks.split(",")) for traffic in simulate(number)]
-    print(tabulate(rows, headers=Traffic._fields, floatfmt=".2f"))
+    logging.disable(logging.WARNING)
+    numbers = [*map(int, arguments.ranks.split(","))]
+    rows = [simulate(scene, number) for scene in SCENES for number in numbers]
+    print(tabulate(rows, headers=Traffic._fields, floatfmt=".3f"))
     print(f"plan of 300 gradients, broadcast once: {plan_bytes(300)} bytes")
 
 

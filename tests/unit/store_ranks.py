@@ -54,9 +54,13 @@ def _num_bytes(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else 8
 
 
+def group_of(store: Any, world_size: int = 2) -> Any:
+    """What a `GroupStore` needs of a process group."""
+    return SimpleNamespace(size=lambda: world_size, rank=lambda: 0, get_group_store=lambda: store)
+
+
 def store_of(store: Any, world_size: int = 2) -> GroupStore:
-    group: Any = SimpleNamespace(size=lambda: world_size, rank=lambda: 0, get_group_store=lambda: store)
-    return GroupStore(group, "test/")
+    return GroupStore(group_of(store, world_size), "test/")
 
 
 def points_of(store: GroupStore, rank: int, world_size: int = 2) -> AgreementPoints:
