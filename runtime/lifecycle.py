@@ -97,12 +97,17 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.phase = Phase(State.ARMED, False)  #: read only
+        self.had_local_forward = False  #: whether one came while the backward of another forward was expected
         self._expected_before = False  # whether an earlier forward was waiting for its backward
 
     def on(self, event: Event) -> State:
         """Change the phase; returns the new state."""
         if event is Event.FORWARD:
             self._expected_before = self.phase.after_forward
+        elif event is Event.LOCAL_FORWARD:
+            self.had_local_forward |= self.phase.after_forward
+        elif event is Event.ITERATION_ENDS:
+            self.had_local_forward = False
         self.phase = TABLE[self.phase, event]
         return self.phase.state
 

@@ -111,6 +111,7 @@ class AgreementPoints:
         if next_number != self.iteration_number:
             self._backwards_repeated += not self.begins_after_forward
         self.iteration_number = next_number
+        self.forwards.iteration_ends()
         self._added = None
 
     @property
@@ -216,11 +217,21 @@ class ForwardsLeftOut:
         self._num_watched = 0
         self._num_reached = 0
         self._latest_reached = 0
+        self._num_watched_before, self._num_reached_before = 0, 0  # this iteration
 
     @property
     def num_left_out(self) -> int:
         """How many forwards before the latest one that a backward reached."""
         return self._latest_reached - self._num_reached
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether no backward has reached any forward of this iteration yet. False if none is watched."""
+        return self._num_watched > self._num_watched_before and self._num_reached == self._num_reached_before
+
+    def iteration_ends(self) -> None:
+        """Forwards of the next iteration follow."""
+        self._num_watched_before, self._num_reached_before = self._num_watched, self._num_reached
 
     def watch(self, outputs: Any) -> None:
         """Count a forward that has returned.

@@ -84,6 +84,11 @@ class DesyncMonitor:
         """How often an optimizer has stepped with gradients that no other rank has."""
         self._points.num_local_steps = number
 
+    @property
+    def awaits_backward(self) -> bool:
+        """See `ForwardsLeftOut.awaits_backward`."""
+        return self._points.forwards.awaits_backward
+
     def forward_begins(self, kind: str) -> None:
         """A forward begins: a "training forward", an "evaluation forward" and so on; each kind has its own count."""
         self._num_forwards[kind] += 1

@@ -336,3 +336,37 @@ def test_when_one_rank_raises_in_the_middle_all_hear_of_it_and_can_go_on(ranks: 
     for _, outcome in (waiting, raising):
         assert REFUSES in outcome.said
         assert outcome.worst < 1e-6
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["comes later", "raises in the loss"])
+@on_ranks(2)
+def test_a_backward_inside_no_sync_is_not_taken_for_one_that_is_expected(raises: bool) -> None:
+    model = replicated()
+    plain = copy.deepcopy(model)
+
+    def raise_here(_: Tensor) -> None:
+        raise ValueError("bad loss")
+
+    for _ in range(4):  # buckets are launched early from the second or third one on
+        outer = loss_of(model(batch(1)))
+        if raises:
+            outer.register_hook(raise_here)
+            with pytest.raises(ValueError, match="bad loss"):
+                outer.backward()
+        with model.no_sync():
+            loss_of(model(batch(2))).backward()
+        loss_of(plain(batch(2))).backward()
+        assert_equal_gradients(model, plain)
+        loss_of(plain(batch(1))).backward()
+        (loss_of(model(batch(1))) if raises else outer).backward()
+        for parameter in plain.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        assert_equal_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+def assert_equal_gradients(model: Any, plain: Any) -> None:
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
