@@ -51,7 +51,7 @@ class Measurement:
         _refuse(replica, steps)
         reducer, group, device = replica.reducer, replica.process_group, replica.device
         first = reducer.iteration_number + reducer.is_within_iteration
-        replica.monitor.agree_on_measurement(f"measure(steps={steps}) from iteration {first} on")
+        replica.monitor.agree_on_measurement(f"measure(steps={steps})", f" from iteration {first} on")
         self._replica = weakref.ref(replica)  # users may keep the report for longer than the model
         self._model, self._steps, self._device, self._explain = model, steps, device, explain
         self._ranks, self._rank_in_group = dist.get_process_group_ranks(group), group.rank()
