@@ -14,9 +14,10 @@ from models import Mlp, loss_of
 from rank_pool import on_ranks
 from test_waiting_ranks import run_and_meet
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_compile import ddp_compile, shard_optimizer
-from ddp_compile.algorithms import AsyncModelAverage, ByteGrad, LocalSGD
+from ddp_compile.algorithms import AsyncModelAverage, ByteGrad, GradientAllReduce, LocalSGD
 from ddp_compile.errors import ReplicationError
 from ddp_compile.report.steps import Step, StepReport
 
@@ -165,6 +166,45 @@ def test_time_inside_launches_and_drains_is_not_computation() -> None:
             assert first.launching_s + first.exposed_s > 0.7 * LATE_S
             assert first.computation_s < 0.3 * LATE_S
             assert all(each.done is None for each in first.transfers)
+        text = "Nothing says when reductions of this algorithm are over"
+        assert (text in str(measurement.report())) == isinstance(algorithm, ByteGrad)
+        model.unwrap()
+
+
+def slow_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Its future is complete `LATE_S` after its all-reduce."""
+
+    def divide(work: Any) -> torch.Tensor:
+        time.sleep(LATE_S)
+        return work.value()[0].div_(dist.get_world_size())
+
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(divide)
+
+
+@on_ranks(2)
+@eagerly
+def test_a_hook_is_done_with_its_future_and_a_chain_of_one_with_its_collective() -> None:
+    for algorithm, hook in (
+        (GradientAllReduce(), slow_hook),
+        (GradientAllReduce(), default_hooks.fp16_compress_hook),
+        (GradientAllReduce(wire_dtype=torch.float16), None),
+    ):
+        model = replicate(algorithm=algorithm)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        train_step(model)
+        train_step(model)
+        measurement = model.measure(steps=2)
+        train_step(model)
+        train_step(model)
+        for step in measurement.report().steps:
+            check_times(step)
+            assert step.communication_s is not None and step.communication_s > 0
+            for bucket in step.exposed_by_bucket:
+                transfer_s = step.transfer_s(bucket)
+                assert transfer_s is not None and (transfer_s > 0.9 * LATE_S) == (hook is slow_hook)
+                assert transfer_s < 1.5 * LATE_S
+        assert "Nothing says" not in str(measurement.report())
         model.unwrap()
 
 

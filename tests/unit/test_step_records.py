@@ -14,6 +14,7 @@ from plans import gradients, plan_in_frames
 
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.step_records import StepRecords
+from ddp_compile.runtime.comm.transfers import MadeOfFuture
 
 PLAN = plan_in_frames(gradients(100))
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
     yield device
 
 
-def run_step(records: StepRecords, plan: Any, work: Work) -> None:
+def run_step(records: StepRecords, plan: Any, work: object) -> None:
     records.iteration_begins(0)
     records.forward_begins()
     records.backward_begins()
@@ -128,6 +129,38 @@ def test_on_the_host_the_future_of_a_work_says_when_it_was_done(is_complete: boo
     at = transfer.launch_returned if is_complete else transfer.waited_until  # the wait is over, and its callback is not
     assert 0 <= transfer.done[0] - at < 50_000_000
     assert transfer.done == [transfer.waited_until] or is_complete
+
+
+class Hook(MadeOfFuture):
+    def __init__(self) -> None:
+        self.future = torch.futures.Future()
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_on_a_device_a_hook_is_done_with_a_future_that_is_complete(
+    device: SlowDevice, is_complete: bool
+) -> None:
+    records, hook = records_of(blocks_host=False), Hook()
+    if is_complete:
+        hook.future.set_result(None)
+    run_step(records, PLAN, hook)
+    (transfer,) = records.read_all()[0].transfers
+    assert (transfer.done != []) == is_complete
+    assert not is_complete or transfer.launch_returned < transfer.done[0] < transfer.waited_from
+
+
+def test_a_callback_after_the_wait_does_not_count() -> None:
+    records, hook = records_of(blocks_host=True), Hook()
+    records.iteration_begins(0)
+    records.forward_begins()
+    transfer = records.launch_begins("reduce", 0, 400)
+    records.launch_ends(transfer, hook)
+    records.wait_ends(records.wait_begins("reduce", 0))
+    hook.future.set_result(None)
+    assert len(transfer.done) == 1 and transfer.done[0] > transfer.waited_until
+    records.gradients_are_handed_over()
+    records.iteration_ends(PLAN)
+    assert records.steps[0].transfers[0].done == [transfer.waited_until]
 
 
 def test_steps_of_another_plan_begin_anew() -> None:
