@@ -137,9 +137,7 @@ class Hook(MadeOfFuture):
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_on_a_device_a_hook_is_done_with_a_future_that_is_complete(
-    device: SlowDevice, is_complete: bool
-) -> None:
+def test_on_a_device_a_hook_is_done_with_a_future_that_is_complete(device: SlowDevice, is_complete: bool) -> None:
     records, hook = records_of(blocks_host=False), Hook()
     if is_complete:
         hook.future.set_result(None)
