@@ -64,10 +64,7 @@ def format_unknown(steps: Sequence[Step]) -> list[str]:
     if not kinds:
         return []
     what = " and ".join(word for kind, word in (("reduce", "reductions"), ("gather", "gathers")) if kind in kinds)
-    return [
-        f"Nothing says when {what} of this algorithm are over, so their transfer times and the communication time are"
-        " unknown; waits for them are measured all the same."
-    ]
+    return [f"Where a time is unknown, nothing says when {what} were over; waits for them are measured all the same."]
 
 
 def _row(step: Step) -> list[str]:

@@ -164,7 +164,7 @@ def test_transfers_whose_end_is_not_known() -> None:
         """bucket 5 (embedding.weight, positions.weight, blocks.0.norm.weight, blocks.0.norm.bias) is exposed for 43 ms on every rank in the median""",  # noqa: E501
     )
     assert render_page(report).count("<td>unknown</td>") == 6
-    sentence = "Nothing says when reductions of this algorithm are over"
+    sentence = "nothing says when reductions were over"
     assert sentence in render_page(report) and sentence in str(report)
     assert sentence not in render_page(known) and sentence not in str(known)
 
