@@ -27,7 +27,8 @@ from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.features.replica import Replica
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
-from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer, covered
+from ddp_compile.report.over_ranks import covered
+from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.host_clock import Offset, exchange_bytes, measure_offsets
 from ddp_compile.runtime.comm.process_groups import host_group
