@@ -54,6 +54,7 @@ svg .queue{{stroke:var(--soft);stroke-width:1.4;stroke-dasharray:2 2}}
 .backward,.computation{{fill:var(--backward);background:var(--backward)}}
 .wait{{fill:var(--exposed);background:var(--exposed)}}
 svg rect{{height:16px}}
+section.explanation{{--ground:var(--page);padding:0}}
 """
 _STYLE += "".join(f".b{i}{{--own:{bucket_color(i)};fill:var(--own);background:var(--own)}}" for i in range(NUM_COLORS))
 _STYLE += ".gather{--pale:color-mix(in srgb,var(--own) 55%,var(--page));fill:var(--pale);background:var(--pale)}"
@@ -132,7 +133,7 @@ def _timeline(report: StepReport, step: Step) -> Iterator[str]:
     yield f'<div class="legend">{words}</div>'
     yield f'<div class="scroll">{render_timeline(step, least_seconds(report))}</div>'
     for sentence in format_unknown([step]):
-        yield f'<p class="soft">{sentence} They are not drawn.</p>'
+        yield f'<p class="soft">{sentence} Such transfers are not drawn.</p>'
     if step.drained_s >= least_seconds(report):
         yield (
             f'<p class="soft">A rank also waited up to {format_ms(step.drained_s)} for the algorithm as a whole, which '
