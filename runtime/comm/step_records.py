@@ -14,8 +14,9 @@ A comm hook is done when its future is. The callbacks of a future may still run 
 counts only up to the end of the wait.
 
 On an accelerator a side stream waits for the work and records an event; so it does for a hook whose future is complete
-when the hook returns, as with NCCL. On gloo it is not known when messages are done, since they have no future, nor when
-a chain of several collectives is, whose last one is started later.
+when the hook returns, as with NCCL. On gloo it is not known when messages are done: they have no future, and
+``is_completed`` is false until they have been waited for (torch 2.13). Nor is it known of a chain of several
+collectives, whose last one is started later.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class DesyncMonitor:
         if len(self._ranks) == 1:
             return None
         iteration_number = self._points.iteration_number
-        self._statuses.note(f"{doing} before iteration", iteration_number)
+        self._statuses.note(f"{doing} before iteration", iteration_number, waits_for_all=True)
         self._num_meetings += 1
         # Counters of an earlier call in which the ranks differed must not count in this one.
         name = f"{kind}/{iteration_number}/{self._num_meetings}"
