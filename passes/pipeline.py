@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from torch import fx
 
 from ddp_compile.plan.spec import BucketSpec
+from ddp_compile.torch_internals import UserLine
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ class Declined(NamedTuple):
     node: str  #: name of the node that it concerns
     reason: str  #: why not, and what happens instead
     bucket: int | None = None  #: index of the bucket that it concerns
+    line: UserLine | None = None  #: of the user, if the graph is not one of Dynamo's, whose nodes are looked up later
 
 
 class PassResult(NamedTuple):
@@ -94,8 +96,8 @@ def run_pipeline(
         total_changed += num_changed
         declined.extend(refused)
         log.debug("%s: %s changed %d", ctx.graph_name, name, num_changed)
-        for node, reason, _ in refused:
-            log.info("%s: %s declined at %s: %s", ctx.graph_name, name, node, reason)
+        for each in refused:
+            log.info("%s: %s declined at %s: %s", ctx.graph_name, name, each.node, each.reason)
         for observer in observers:
             observer.after_pass(name, gm, num_changed)
     for observer in observers:

@@ -4,11 +4,16 @@ Note [When records are exchanged]
 A report needs the records of all ranks. They are exchanged in the backward that ends the last step, where every rank is
 and nothing is under way, so that later one rank alone can look at the report. A measurement without an end is exchanged
 in `Measurement.stop`. While it records, nothing more is sent than without it.
+
+One backward may reach several models, and they may come to their ends in another order on each rank. So the exchanges
+come when all of them have, in the order in which the measurements began, which is the same on every rank.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -17,11 +22,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.features.replica import Replica
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
-from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer, covered
+from ddp_compile.report.over_ranks import covered
+from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.host_clock import Offset, exchange_bytes, measure_offsets
 from ddp_compile.runtime.comm.process_groups import host_group
@@ -32,6 +39,19 @@ from ddp_compile.runtime.comm.streams import work_blocks_host
 MOST_KEPT = 100
 
 Result = TypeVar("Result")
+
+_numbers = itertools.count()
+
+
+class _Due(threading.local):
+    """The measurements that end in the backward pass that this thread ends."""
+
+    def __init__(self) -> None:
+        self.graph_task = -1
+        self.measurements: list[weakref.ref[Measurement]] = []
+
+
+_due = _Due()
 
 
 class Measurement:
@@ -51,12 +71,13 @@ class Measurement:
         _refuse(replica, steps)
         reducer, group, device = replica.reducer, replica.process_group, replica.device
         first = reducer.iteration_number + reducer.is_within_iteration
-        replica.monitor.agree_on_measurement(f"measure(steps={steps}) from iteration {first} on")
+        replica.monitor.agree_on_measurement(f"measure(steps={steps})", f" from iteration {first} on")
         self._replica = weakref.ref(replica)  # users may keep the report for longer than the model
         self._model, self._steps, self._device, self._explain = model, steps, device, explain
         self._ranks, self._rank_in_group = dist.get_process_group_ranks(group), group.rank()
         self._report: StepReport | None = None
         self._is_over = False
+        self._number = next(_numbers)
         self._hosts: Any = host_group(group, device)
         self._offsets = _among_ranks(measure_offsets, *self._hosts)
         self._records = StepRecords(
@@ -127,11 +148,18 @@ class Measurement:
         return _step({self._ranks[self._rank_in_group]: steps[-1]}) if steps else None
 
     def exchange(self) -> None:
-        """Exchange the records with all ranks, which are here too, and make the report."""
+        """Exchange the records with all ranks, which are here too, and make the report.
+
+        Raises:
+            RanksDifferError: Another rank is in the exchange of another model.
+        """
         raw, plan, hosts = self._records.read_all(), self._records.plan, self._hosts
         replica = self._replica()
         assert replica is not None
         self.abandon()
+        models = [name.decode() for name in _among_ranks(exchange_bytes, replica.monitor.model.encode(), *hosts)]
+        if len(set(models)) > 1:
+            raise error_messages.measured_models_differ(dict(zip(self._ranks, models, strict=True)))
         later = _among_ranks(measure_offsets, *hosts)
         offsets = [before.and_later(after) for before, after in zip(self._offsets, later, strict=True)]
         message = zlib.compress(json.dumps([_to_list(step) for step in raw]).encode())
@@ -199,14 +227,33 @@ def _refuse_between(replica: Replica, call: str) -> None:
 
 
 def _while_alive(measurement: Measurement) -> Callable[[], None]:
-    """Its `exchange`, without keeping it, and so a process group, alive: the records that it owns have this."""
+    """Its exchange, without keeping it, and so a process group, alive: the records that it owns have this."""
     reference = weakref.ref(measurement)
 
     def exchange() -> None:
         if (alive := reference()) is not None:
-            alive.exchange()
+            _exchange_when_pass_ends(alive)
 
     return exchange
+
+
+def _exchange_when_pass_ends(measurement: Measurement) -> None:
+    """See Note [When records are exchanged]; at once outside of a backward, where the user ends each model's step."""
+    graph_task = torch_internals.current_graph_task_id()
+    if graph_task == -1:
+        measurement.exchange()
+        return
+    if _due.graph_task != graph_task:
+        _due.graph_task, _due.measurements = graph_task, []  # those of a pass that raised are dropped
+        torch_internals.queue_backward_callback(_exchange_due)
+    _due.measurements.append(weakref.ref(measurement))
+
+
+def _exchange_due() -> None:
+    due, _due.graph_task, _due.measurements = _due.measurements, -1, []
+    alive = [measurement for reference in due if (measurement := reference()) is not None]
+    for measurement in sorted(alive, key=lambda each: each._number):
+        measurement.exchange()
 
 
 def _among_ranks(exchange: Callable[..., Result], *args: Any) -> Result:

@@ -58,7 +58,7 @@ def explain(
 def _explain_graph(report: GraphReport, plan: BucketPlan) -> GraphExplanation:
     def refusals(declined: Sequence[Declined]) -> tuple[Refusal, ...]:
         return tuple(
-            Refusal(each.node, each.reason, bucket_of(each.bucket), _source(report.lines.get(each.node)))
+            Refusal(each.node, each.reason, bucket_of(each.bucket), _source(each.line or report.lines.get(each.node)))
             for each in declined
         )
 

@@ -42,7 +42,8 @@ class Refusal:
         node: Name of the node of the graph that it concerns.
         reason: Why not, and what happens instead. A bucket has the number here that it had then.
         bucket: Number in the plan of the bucket that it concerns.
-        source: The user's line that the node comes from; None for the end of the graph.
+        source: The user's line that the node comes from; if it is the output, the line that the bucket's last gradient
+            comes from. None if there is none.
     """
 
     node: str

@@ -18,7 +18,8 @@ _STYLE = """
 .explanation h2 { font-size: 1.25em; margin: 1.2em 0 0.4em } .explanation h3 { font-size: 1em; margin: 1em 0 0.3em }
 .explanation .scrolls { overflow-x: auto } .explanation table { border-collapse: collapse }
 .explanation th, .explanation td { border-bottom: 1px solid var(--line); padding: 0.2em 0.8em; text-align: left;
-  vertical-align: top } .explanation .number { text-align: right; font-variant-numeric: tabular-nums }
+  vertical-align: top; white-space: normal }
+.explanation .number { text-align: right; font-variant-numeric: tabular-nums }
 .explanation td:last-child { min-width: 16em }
 .explanation code { font-size: 0.92em } .explanation .faint { color: var(--faint) }
 .explanation .bucket { border-radius: 3px; color: #ffffff; display: inline-block; margin: 1px; min-width: 1.6em;

@@ -11,7 +11,7 @@ from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, LATE, LAUNCH, 
 from ddp_compile.report.explanation_html import format_fragment
 from ddp_compile.report.spans import spans_of
 from ddp_compile.report.steps import Step, StepReport
-from ddp_compile.report.text import format_step
+from ddp_compile.report.text import format_step, format_unknown
 from ddp_compile.report.timeline import format_ms, render_timeline
 from ddp_compile.report.timing import median_step, median_times
 
@@ -54,6 +54,7 @@ svg .queue{{stroke:var(--soft);stroke-width:1.4;stroke-dasharray:2 2}}
 .backward,.computation{{fill:var(--backward);background:var(--backward)}}
 .wait{{fill:var(--exposed);background:var(--exposed)}}
 svg rect{{height:16px}}
+section.explanation{{--ground:var(--page);padding:0}}
 """
 _STYLE += "".join(f".b{i}{{--own:{bucket_color(i)};fill:var(--own);background:var(--own)}}" for i in range(NUM_COLORS))
 _STYLE += ".gather{--pale:color-mix(in srgb,var(--own) 55%,var(--page));fill:var(--pale);background:var(--pale)}"
@@ -131,8 +132,8 @@ def _timeline(report: StepReport, step: Step) -> Iterator[str]:
     words = "".join(f"<span><i {look}></i>{text}</span>" for name, look, text in _LEGEND if name in shown)
     yield f'<div class="legend">{words}</div>'
     yield f'<div class="scroll">{render_timeline(step, least_seconds(report))}</div>'
-    if any(transfer.done is None for rank in step.ranks for transfer in rank.transfers):
-        yield '<p class="soft">Transfers whose end is not known are not drawn.</p>'
+    for sentence in format_unknown([step]):
+        yield f'<p class="soft">{sentence} Such transfers are not drawn.</p>'
     if step.drained_s >= least_seconds(report):
         yield (
             f'<p class="soft">A rank also waited up to {format_ms(step.drained_s)} for the algorithm as a whole, which '

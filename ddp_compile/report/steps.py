@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_compile.report.explanation import Explanation
+from ddp_compile.report.over_ranks import covered, transfers_over_ranks, waits_of
 
 if TYPE_CHECKING:
     from ddp_compile.report.advice import Advice
@@ -122,30 +123,11 @@ class RankStep:
     def computation_s(self) -> float:
         """The rest: neither waited, nor launched."""
         launches = [(t.launched, t.launch_returned) for t in self.transfers]
-        return max(0.0, self.duration_s - self._covered_s([*launches, *_waits(self.transfers)]) - self.drained_s)
+        return max(0.0, self.duration_s - self._covered_s([*launches, *waits_of(self.transfers)]) - self.drained_s)
 
     def _covered_s(self, intervals: Iterable[tuple[float, float]]) -> float:
         """How much of the step is in any of these."""
         return covered((max(begin, self.began), min(end, self.ended)) for begin, end in intervals)
-
-
-class _OnAllRanks(NamedTuple):
-    """One transfer on all ranks that have it."""
-
-    bucket: int
-    kind: Kind
-    by_rank: Mapping[int, Transfer]
-    launched: float  #: by the last rank
-    began: float  #: when the link was free after that
-    done: float | None
-
-    @property
-    def transfer_s(self) -> float | None:
-        return None if self.done is None else max(0.0, self.done - self.began)
-
-    def exposed_s(self, rank: int) -> float:
-        """What a rank waited after the last rank had launched it."""
-        return covered((max(begin, self.launched), end) for begin, end in _waits([self.by_rank[rank]]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +160,7 @@ class Step:
     @property
     def communication_s(self) -> float | None:
         """How long the link was busy, without waits for late ranks; None if some transfer's end is not known."""
-        transfers = self._transfers()
+        transfers = transfers_over_ranks(self.ranks)
         if any(each.done is None for each in transfers):
             return None
         return covered((each.began, each.done) for each in transfers if each.done is not None)
@@ -186,7 +168,7 @@ class Step:
     @property
     def exposed_s(self) -> float:
         """The most that a rank waited for communication, without its waits for late ranks."""
-        transfers = self._transfers()
+        transfers = transfers_over_ranks(self.ranks)
         return max(
             sum(each.exposed_s(rank.rank) for each in transfers if rank.rank in each.by_rank) + rank.drained_s
             for rank in self.ranks
@@ -201,7 +183,7 @@ class Step:
     def exposed_by_bucket(self) -> dict[int, float]:
         """For each bucket that was sent, the most that a rank waited for it, without waits for late ranks."""
         exposed: dict[int, float] = {}
-        for each in self._transfers():
+        for each in transfers_over_ranks(self.ranks):
             most = max(each.exposed_s(rank) for rank in each.by_rank)
             exposed[each.bucket] = exposed.get(each.bucket, 0.0) + most
         return exposed
@@ -222,7 +204,7 @@ class Step:
         Raises:
             IndexError: There was no such transfer in this step.
         """
-        transfers = self._transfers()
+        transfers = transfers_over_ranks(self.ranks)
         times = [each.transfer_s for each in transfers if (each.bucket, each.kind) == (bucket, kind)]
         if not times:
             there = ", ".join(str(each.bucket) for each in transfers if each.kind == kind) or "none"
@@ -241,7 +223,7 @@ class Step:
         self.of_rank(rank)
         late = [
             each.by_rank[rank].launched - median_low(other.launched for other in each.by_rank.values())
-            for each in self._transfers()
+            for each in transfers_over_ranks(self.ranks)
             if rank in each.by_rank
         ]
         return max([0.0, *late])
@@ -284,26 +266,6 @@ class Step:
         from ddp_compile.report.text import format_step
 
         return format_step(self)
-
-    def _transfers(self) -> list[_OnAllRanks]:
-        """All transfers in the order of their launches, which is the same on every rank."""
-        by_key: dict[tuple[str, int, int], dict[int, Transfer]] = {}
-        for rank in self.ranks:
-            seen: dict[tuple[str, int], int] = {}
-            for transfer in rank.transfers:
-                name = (transfer.kind, transfer.bucket)
-                seen[name] = seen.get(name, 0) + 1
-                by_key.setdefault((*name, seen[name]), {})[rank.rank] = transfer
-        transfers = []
-        free_at = float("-inf")
-        for by_rank in by_key.values():
-            first = next(iter(by_rank.values()))
-            launched = max(transfer.launched for transfer in by_rank.values())
-            ends = [transfer.done for transfer in by_rank.values() if transfer.done is not None]
-            done = max(ends) if len(ends) == len(by_rank) else None
-            transfers.append(_OnAllRanks(first.bucket, first.kind, by_rank, launched, max(launched, free_at), done))
-            free_at = free_at if done is None else max(free_at, done)
-        return transfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,19 +368,3 @@ def _step_of(fields: dict[str, Any]) -> Step:
         for rank in fields["ranks"]
     )
     return Step(number=fields["number"], ranks=ranks)
-
-
-def _waits(transfers: Iterable[Transfer]) -> Iterator[tuple[float, float]]:
-    for transfer in transfers:
-        if transfer.waited_from is not None and transfer.waited_until is not None:
-            yield transfer.waited_from, transfer.waited_until
-
-
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of what is in at least one of these intervals; those that end before they begin are empty."""
-    length, until = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        if end > max(begin, until):
-            length += end - max(begin, until)
-            until = end
-    return length

@@ -54,7 +54,17 @@ def format_report(report: StepReport) -> str:
     )
     header = ["step", "all", "compute", "launching", "communication", "exposed", "most in", "late"]
     rows = [_row(step) for step in shown]
-    return "\n".join([heading, *_align([header, *rows, _medians(report.steps)])])
+    table = _align([header, *rows, _medians(report.steps)])
+    return "\n".join([heading, *table, *format_unknown(report.steps)])
+
+
+def format_unknown(steps: Sequence[Step]) -> list[str]:
+    """A sentence about the transfers whose end is not known, if there are any."""
+    kinds = {each.kind for step in steps for rank in step.ranks for each in rank.transfers if each.done is None}
+    if not kinds:
+        return []
+    what = " and ".join(word for kind, word in (("reduce", "reductions"), ("gather", "gathers")) if kind in kinds)
+    return [f"Where a time is unknown, nothing says when {what} were over; waits for them are measured all the same."]
 
 
 def _row(step: Step) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from ddp_compile.report.over_ranks import transfers_over_ranks
 from ddp_compile.report.steps import Kind, Step
 
 
@@ -32,7 +33,7 @@ class Times(NamedTuple):
 def transfer_times(step: Step) -> dict[tuple[Kind, int], Times]:
     """The transfers of a step by kind and bucket, in launch order; the last one of a bucket that was launched again."""
     found = {}
-    for each in step._transfers():
+    for each in transfers_over_ranks(step.ranks):
         exposed = [each.exposed_s(rank) for rank in each.by_rank]
         ready = max(transfer.ready for transfer in each.by_rank.values())
         times = Times(ready, each.launched, each.began, each.transfer_s, max(exposed), min(exposed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,11 +72,20 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
             f", not {moved.before} as before calls were moved" if moved.after < moved.before else "",
         )
     early = _before_the_end(gm, gradients)
-    for entry in ready[early:]:
-        index = entry.bucket.index
-        declined.append(Declined("output", f"bucket {index} is ready when the graph ends", index))
+    declined += _ready_at_the_end(gm, ready[early:], gradients[early:])
     _insert(gm, ctx, ready[:early], gradients[:early])
     return PassResult(gm, early, tuple(declined))
+
+
+def _ready_at_the_end(
+    gm: fx.GraphModule, ready: Sequence[_ReadyBucket], gradients: Sequence[Sequence[fx.Node]]
+) -> Iterator[Declined]:
+    """Each with the user's line that its last gradient comes from; node names differ between compilers."""
+    position = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for entry, nodes in zip(ready, gradients, strict=True):
+        index, last = entry.bucket.index, max(nodes, key=position.__getitem__)
+        line = torch_internals.user_line_of(_computation_of(last))
+        yield Declined("output", f"bucket {index} is ready when the graph ends", index, line)
 
 
 def _before_the_end(gm: fx.GraphModule, gradients: Sequence[Sequence[fx.Node]]) -> int:
@@ -148,7 +157,10 @@ def _find_buckets(gm: fx.GraphModule, ctx: AotContext) -> tuple[list[_ReadyBucke
             g.fqn for g in bucket.gradients if g.index in slot_of and not is_dense_tensor(outputs[slot_of[g.index]])
         ]
         if bucket.is_sparse:
-            declined.append(Declined("output", f"bucket {bucket.index} is sparse", bucket.index))
+            (index,) = (gradient.index for gradient in bucket.gradients)
+            node = outputs[slot_of[index]] if index in slot_of else None
+            line = torch_internals.user_line_of(node) if isinstance(node, fx.Node) else None
+            declined.append(Declined("output", f"bucket {bucket.index} is sparse", bucket.index, line))
         elif missing:
             reason = f"bucket {bucket.index} waits for gradients from elsewhere: {', '.join(missing)}"
             declined.append(Declined("output", reason, bucket.index))
@@ -189,6 +201,7 @@ def _own_output(gm: fx.GraphModule, slot: int) -> None:
         return
     with gm.graph.inserting_after(node):
         clone = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+    clone.stack_trace = node.stack_trace
     # Not the node's own fake tensor: passes compare storages.
     clone.meta["val"] = torch_internals.call_with_fakes(torch.ops.aten.clone.default, node.meta["val"])
     output.update_arg(0, (*outputs[:slot], clone, *outputs[slot + 1 :]))

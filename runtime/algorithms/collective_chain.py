@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, T
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.process_groups import NodeGroups, own_group
 from ddp_compile.runtime.comm.streams import Event, SideStream, record, work_blocks_host
+from ddp_compile.runtime.comm.transfers import MadeOfWorks
 
 
 class CollectiveChain(CommAlgorithm):
@@ -125,7 +126,7 @@ class Hierarchical(CollectiveChain):
             yield work
 
 
-class _Chain:
+class _Chain(MadeOfWorks):
     """The collectives of one bucket, started on a side stream."""
 
     def __init__(self, algorithm: CollectiveChain, bucket: Bucket, side_stream: SideStream) -> None:
@@ -138,6 +139,13 @@ class _Chain:
         self._num_started = 0
         self._work: dist.Work | None = None
         self._failure: ReductionError | None = None
+
+    @property
+    def works(self) -> Sequence[dist.Work | Event] | None:  # type: ignore[override]  # only read
+        """If `wait()` blocks the host, the last of several collectives has yet to be started."""
+        if self._done is not None:
+            return [self._done] if self._done.stream is not None else []
+        return [self._work] if self._work is not None and self._algorithm.num_collectives == 1 else None
 
     def start_all(self) -> None:
         """Start all collectives, and wait for all but the last one."""

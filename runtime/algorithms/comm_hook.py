@@ -31,6 +31,7 @@ from ddp_compile.errors import ReductionError, this_rank, with_article
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.comm.streams import work_blocks_host
+from ddp_compile.runtime.comm.transfers import MadeOfFuture
 
 HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
@@ -119,7 +120,7 @@ class GradBucket:
         return list(self._parameters)
 
 
-class HookWork:
+class HookWork(MadeOfFuture):
     """A hook under way: the `Pending` of a bucket.
 
     Args:
@@ -129,20 +130,20 @@ class HookWork:
 
     def __init__(self, hook: CommHook, future: torch.Future[Any], buffer: Tensor, bucket: str) -> None:
         self._hook = hook
-        self._future: torch.Future[Any] | None = future
+        self.future = future
         self._buffer = buffer
         self._bucket = bucket
 
     def wait(self) -> None:
         """Wait for the hook's future and copy its result into the buffer; further calls do nothing."""
-        if self._future is None:
+        if self.future is None:
             return
         try:
-            value = self._future.wait()
+            value = self.future.wait()
         except Exception as error:
             self._hook.fail(f"failed on {self._bucket}: {str(error).strip()}", error)
         self._take(value)
-        self._future = None
+        self.future = None
 
     def result(self) -> list[Tensor]:
         return [self._buffer]

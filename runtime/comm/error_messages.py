@@ -13,6 +13,7 @@ from ddp_compile.errors import (
     RanksDifferError,
     ReductionError,
     ReplicationError,
+    name_values,
     this_rank,
 )
 
@@ -59,6 +60,13 @@ def measurements_differ(described: str) -> RanksDifferError:
     return RanksDifferError(
         f"{this_rank()}: not every rank measures: {described}. Call model.measure() with the same arguments on every"
         " rank, between the same two steps, and stop() too; the report is the same on every rank, so let one print it"
+    )
+
+
+def measured_models_differ(models: Mapping[int, str]) -> RanksDifferError:
+    return RanksDifferError(
+        f"{this_rank()}: the ranks are in the exchange of different models' records: {name_values(models)}. End the"
+        " steps of the models, or call stop(), in the same order on every rank; their gradients are as they should be"
     )
 
 

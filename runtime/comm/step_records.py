@@ -10,8 +10,13 @@ so no callback of a work that was waited for runs later; with other backends the
 works, callbacks may run while their process group is destroyed, which joins its threads; torch releases the GIL for
 that. The callback refers to a list of times only.
 
-On an accelerator a side stream waits for the work and records an event. Messages of gloo have no future, and a chain of
-collectives is done only when the last one is: there it is not known.
+A comm hook is done when its future is. The callbacks of a future may still run when its wait has returned, so a reading
+counts only up to the end of the wait.
+
+On an accelerator a side stream waits for the work and records an event; so it does for a hook whose future is complete
+when the hook returns, as with NCCL. On gloo it is not known when messages are done: they have no future, and
+``is_completed`` is false until they have been waited for (torch 2.13). Nor is it known of a chain of several
+collectives, whose last one is started later.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ import torch.distributed as dist
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.steps import Kind
 from ddp_compile.runtime.comm import streams
-from ddp_compile.runtime.comm.transfers import MadeOfWorks
+from ddp_compile.runtime.comm.transfers import MadeOfFuture, MadeOfWorks
 
 #: A time on the host's monotonic clock in ns, or an event of a stream that will have one; see `streams.StreamClock`.
 Mark = Any
@@ -171,10 +176,12 @@ class StepRecords(NoRecords):
         transfer.launch_returned = self._clock.mark()
         if isinstance(pending, dist.Work):
             self._note_when_done(transfer, [pending])
-        elif isinstance(pending, MadeOfWorks):
+        elif isinstance(pending, MadeOfWorks) and pending.works is not None:
             self._note_when_done(transfer, pending.works)
+        elif isinstance(pending, MadeOfFuture) and pending.future is not None:
+            self._note_when_completed(transfer, pending.future)
 
-    def _note_when_done(self, transfer: RawTransfer, works: Sequence[dist.Work]) -> None:
+    def _note_when_done(self, transfer: RawTransfer, works: Sequence[dist.Work | streams.Event]) -> None:
         """See Note [When a transfer is done]."""
         if not works:  # there is no other rank
             transfer.num_works, transfer.done = 1, [transfer.launch_returned]
@@ -186,12 +193,22 @@ class StepRecords(NoRecords):
                     transfer.num_works, transfer.done = 1, [self._clock.mark()]
         else:
             try:
-                futures = [work.get_future() for work in works]
+                futures = [work.get_future() for work in works if isinstance(work, dist.Work)]
             except RuntimeError:  # messages of gloo have none
                 return
             transfer.num_works = len(futures)
             for future in futures:
                 future.add_done_callback(partial(_note_time, transfer.done))
+
+    def _note_when_completed(self, transfer: RawTransfer, future: torch.Future[Any]) -> None:
+        """See Note [When a transfer is done]."""
+        if self._clock.is_of_host:
+            transfer.num_works = 1
+            future.add_done_callback(partial(_note_time, transfer.done))
+        elif future.done() and not self._blocks_host:  # otherwise the host would wait
+            with self._side.on():
+                future.wait()
+                transfer.num_works, transfer.done = 1, [self._clock.mark()]
 
     def wait_begins(self, kind: Kind, index: int) -> RawTransfer | None:
         transfer = self._latest.get((kind, index))
@@ -261,11 +278,10 @@ class StepRecords(NoRecords):
                 transfer.launch_returned = read(transfer.launch_returned)
                 transfer.waited_from, transfer.waited_until = read(transfer.waited_from), read(transfer.waited_until)
                 done = [read(mark) for mark in transfer.done]
-                is_known = len(done) == transfer.num_works
-                if not is_known and transfer.num_works is not None and transfer.waited_until is not None:
-                    done.append(transfer.waited_until)  # a callback has yet to run, although the wait is over
-                    is_known = True
-                transfer.done = [max(done)] if is_known else []
+                ends = [max(done)] if len(done) == transfer.num_works else []
+                if transfer.num_works is not None and transfer.waited_until is not None:
+                    ends = [min([*ends, transfer.waited_until])]  # a callback may run when the wait is over
+                transfer.done = ends
             step.began = self._clock.move_to(step.began)
             self.steps.append(step)
 

@@ -19,8 +19,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from operator import methodcaller
+from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from ddp_compile.runtime.comm.streams import Event
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +35,14 @@ LONGEST_AT_END_S = 10.0
 class MadeOfWorks:
     """What is done when all of its works are."""
 
-    works: Sequence[dist.Work]  #: those that may not have been waited for; they hold their tensors
+    #: Those that may not have been waited for; they hold their tensors. None if they are not known yet.
+    works: Sequence[dist.Work | Event] | None
+
+
+class MadeOfFuture:
+    """What is done when its future is."""
+
+    future: torch.Future[Any] | None  #: None after it has been waited for
 
 
 class Transfer(MadeOfWorks):
@@ -41,6 +52,8 @@ class Transfer(MadeOfWorks):
     2.13). So all waits, on any thread, are made here. No Python code runs between a wait and the record that it is
     done, since a signal handler, which may raise, could run there.
     """
+
+    works: Sequence[dist.Work]
 
     def __init__(self, works: Sequence[dist.Work] = ()) -> None:
         self.works = works

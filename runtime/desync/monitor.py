@@ -145,16 +145,20 @@ class DesyncMonitor:
             self._statuses.raised(differ)  # ranks that do not register one will wait for this rank
             raise differ
 
-    def agree_on_measurement(self, call: str) -> None:
+    def agree_on_measurement(self, call: str, begins: str = "") -> None:
         """Wait until every rank has made the same call of a measurement between the same two steps.
 
         Without a store it does not wait; the exchange that follows does.
+
+        Args:
+            call: The call.
+            begins: Text after it, which has to be the same on every rank too.
 
         Raises:
             RanksDifferError: A rank has made another one, or none within the process group's timeout.
         """
         try:
-            described = self._meet("measurement", f"in {call}", call, "nothing")
+            described = self._meet("measurement", f"in {call}", call + begins, "nothing")
         except StoreLostError as error:
             described = None
             log.info("%s: no store says whether every rank is in %s (%s)", this_rank(), call, error)
@@ -189,7 +193,7 @@ class DesyncMonitor:
         if len(self._ranks) == 1:
             return None
         iteration_number = self._points.iteration_number
-        self._statuses.note(f"{doing} before iteration", iteration_number)
+        self._statuses.note(f"{doing} before iteration", iteration_number, waits_for_all=True)
         self._num_meetings += 1
         # Counters of an earlier call in which the ranks differed must not count in this one.
         name = f"{kind}/{iteration_number}/{self._num_meetings}"

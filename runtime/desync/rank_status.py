@@ -77,18 +77,19 @@ class RankStatuses:
         text = f"{at}{then}" if number is None else f"{at} {number}{then}"
         return RankStatus(text, time.time() - (time.perf_counter() - self._noted_at), failed=False)
 
-    def note(self, at: str, number: int | None = None, then: str = "") -> None:
+    def note(self, at: str, number: int | None = None, then: str = "", waits_for_all: bool = False) -> None:
         """This rank has reached another step of the training loop. Posted if the budget allows it.
 
         Args:
             at: The step, "training forward" for example.
             number: Counts such steps, from 1.
             then: Text after the number.
+            waits_for_all: Post it in any case: a rank that went on to train has nothing else to learn it from.
         """
         self._noted = (at, number, then)
         self._noted_at = now = time.perf_counter()
         self._failure = None
-        if now >= self._next_post_at:
+        if waits_for_all or now >= self._next_post_at:
             self._post_from_budget(now)
 
     def fail(self, then: str) -> None:

@@ -192,9 +192,40 @@ class GraphModule(torch.nn.Module):
 
 
 def test_explain_says_that_buckets_are_launched_inside(whole_model: nn.Module) -> None:
-    assert str(whole_model.explain()).endswith(
-        "\ngraph 0: 2 buckets, launched inside its backward\n  at output: bucket 1 is ready when the graph ends"
+    _, text = str(whole_model.explain()).split("\ngraph 0: ")
+    assert_expected_inline(
+        re.sub(r"/.*/(test_graph_dumps.py):\d+", r"\1:n", text),
+        """\
+2 buckets, launched inside its backward
+  at output: bucket 1 is ready when the graph ends
+    test_graph_dumps.py:n  x = torch.tanh(layer(x))""",
     )
+
+
+class Lines(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 8, sparse=sparse)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table(x)
+        x = torch.tanh(self.first(x))
+        return self.second(x)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_bucket_that_is_left_to_the_hooks_has_the_line_of_its_last_gradient(
+    single_rank_group: None, sparse: bool
+) -> None:
+    model = ddp_compile(Lines(sparse), bucket_cap_mb=200 / 2**20, split="backward", backend="aot_eager")
+    model(torch.tensor([1, 2, 3])).square().sum().backward()
+    (graph,) = model.explain().graphs
+    (refusal,) = graph.refusals
+    assert refusal.bucket == len(model.bucket_plan.buckets) - 1
+    assert refusal.reason == f"bucket {refusal.bucket} is {'sparse' if sparse else 'ready when the graph ends'}"
+    assert refusal.source is not None and refusal.source.file == __file__
+    assert refusal.source.code == "x = self.table(x)"
 
 
 def test_nothing_is_written_while_the_logger_is_off(single_rank_group: None) -> None:

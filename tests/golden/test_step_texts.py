@@ -63,7 +63,8 @@ Mlp, gradient all-reduce: 3 steps of 2 ranks, 2 buckets, plan 0123456789abcdef; 
      7   92       66          0             50       30  bucket 1  20 (rank 3)
      8   92       66          0             50       30  bucket 1  20 (rank 3)
      9  100       90          0        unknown       10  bucket 0
-median   92       66          0             50       30""",
+median   92       66          0             50       30
+Where a time is unknown, nothing says when reductions were over; waits for them are measured all the same.""",
     )
 
 

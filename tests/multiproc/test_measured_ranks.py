@@ -14,10 +14,11 @@ from models import Mlp, loss_of
 from rank_pool import on_ranks
 from test_waiting_ranks import run_and_meet
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_compile import ddp_compile, shard_optimizer
-from ddp_compile.algorithms import AsyncModelAverage, ByteGrad, LocalSGD
-from ddp_compile.errors import ReplicationError
+from ddp_compile.algorithms import AsyncModelAverage, ByteGrad, GradientAllReduce, LocalSGD
+from ddp_compile.errors import RanksDifferError, ReplicationError
 from ddp_compile.report.steps import Step, StepReport
 
 eagerly = torch.compiler.set_stance("force_eager")
@@ -130,6 +131,65 @@ def test_gathers_of_a_sharded_optimizer_belong_to_the_next_step() -> None:
         assert step.communication_s is None and "communication unknown" in str(step)  # gloo's messages do not say
 
 
+class Halves(nn.Module):
+    """Its gradients come in two parts, in the order in which the halves are called."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, half: int) -> torch.Tensor:
+        half_of_x: torch.Tensor = self.halves[half](x)
+        return half_of_x
+
+
+def two_trained_models() -> tuple[Any, Any]:
+    models = tuple(ddp_compile(Halves(width), backend="aot_eager") for width in (8, 16))
+    for _ in range(4):  # in the last one the ranks compare
+        step_of_both(*models)
+    return models
+
+
+def step_of_both(a: Any, b: Any, late: tuple[Any, ...] = ()) -> None:
+    """One backward; buckets are launched in the same order for any order of the models in ``late``."""
+    calls = [(a, 0), (b, 0), *((model, 1) for model in late or (a, b))]
+    loss: Any = sum(loss_of(model(torch.randn(4, model.halves[0].in_features), half)) for model, half in calls)
+    loss.backward()
+
+
+def sizes(report: StepReport) -> list[list[int]]:
+    return [[each.num_bytes for each in rank.transfers] for rank in report.steps[0].ranks]
+
+
+@on_ranks(2)
+@eagerly
+def test_models_of_one_backward_end_in_another_order_on_each_rank() -> None:
+    a, b = two_trained_models()
+    own = [[bucket.num_bytes for bucket in model.bucket_plan.buckets] for model in (a, b)]
+    of_a, of_b = a.measure(steps=1), b.measure(steps=2)
+    for which in range(2):
+        step_of_both(a, b, late=(a, b) if dist.get_rank() else (b, a))
+        assert of_a.is_complete and of_b.is_complete == (which == 1)
+    assert sizes(of_a.report()) == [own[0]] * 2 and sizes(of_b.report()) == [own[1]] * 2
+    of_a, of_b = a.measure(steps=1), b.measure(steps=1)
+    step_of_both(a, b, late=(a, b) if dist.get_rank() else (b, a))
+    assert sizes(of_a.report()) == [own[0]] * 2 and sizes(of_b.report()) == [own[1]] * 2
+
+
+@on_ranks(2)
+@eagerly
+def test_records_of_different_models_are_not_mixed() -> None:
+    a, b = two_trained_models()
+    for model in (a, b):
+        model.require_manual_backward_finalization = True
+    measurements = [model.measure(steps=1) for model in (a, b)]
+    step_of_both(a, b)
+    first = (a, b)[dist.get_rank()]
+    with pytest.raises(RanksDifferError, match=r"model 1 \(Halves\) on rank 0, model 2 \(Halves\) on rank 1"):
+        first.finalize_backward()
+    assert not any(measurement.is_complete for measurement in measurements)
+
+
 @on_ranks(2)
 @eagerly
 def test_micro_batches_are_one_step_and_a_begun_one_is_not_recorded() -> None:
@@ -165,6 +225,45 @@ def test_time_inside_launches_and_drains_is_not_computation() -> None:
             assert first.launching_s + first.exposed_s > 0.7 * LATE_S
             assert first.computation_s < 0.3 * LATE_S
             assert all(each.done is None for each in first.transfers)
+        text = "nothing says when reductions were over"
+        assert (text in str(measurement.report())) == isinstance(algorithm, ByteGrad)
+        model.unwrap()
+
+
+def slow_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Its future is complete `LATE_S` after its all-reduce."""
+
+    def divide(work: Any) -> torch.Tensor:
+        time.sleep(LATE_S)
+        return work.value()[0].div_(dist.get_world_size())
+
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(divide)
+
+
+@on_ranks(2)
+@eagerly
+def test_a_hook_is_done_with_its_future_and_a_chain_of_one_with_its_collective() -> None:
+    for algorithm, hook in (
+        (GradientAllReduce(), slow_hook),
+        (GradientAllReduce(), default_hooks.fp16_compress_hook),
+        (GradientAllReduce(wire_dtype=torch.float16), None),
+    ):
+        model = replicate(algorithm=algorithm)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        train_step(model)
+        train_step(model)
+        measurement = model.measure(steps=2)
+        train_step(model)
+        train_step(model)
+        for step in measurement.report().steps:
+            check_times(step)
+            assert step.communication_s is not None and step.communication_s > 0
+            for bucket in step.exposed_by_bucket:
+                transfer_s = step.transfer_s(bucket)
+                assert transfer_s is not None
+                assert hook is not slow_hook or 0.9 * LATE_S < transfer_s < 2 * LATE_S
+        assert "nothing says" not in str(measurement.report())
         model.unwrap()
 
 

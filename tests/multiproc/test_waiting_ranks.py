@@ -142,6 +142,20 @@ def register_a_hook_on_rank_1(group: dist.ProcessGroup) -> None:
     after_one_iteration(make_model(group), lambda model: model.register_comm_hook(None, hook))
 
 
+def measure_on_rank_1(group: dist.ProcessGroup) -> None:
+    def measure_late(model: Any) -> None:
+        time.sleep(2)  # the rank that trains on gives up first
+        model.measure(steps=3)
+
+    after_one_iteration(make_model(group), measure_late)
+
+
+def stop_measuring_on_rank_1(group: dist.ProcessGroup) -> None:
+    model = make_model(group)
+    measurement = model.measure(steps=None)
+    after_one_iteration(model, lambda _: measurement.stop())
+
+
 def late_for_the_broadcast(group: dist.ProcessGroup) -> None:
     model = model_with_buffers(group)
     if dist.get_rank() == 1:
@@ -192,6 +206,8 @@ def said_by_ranks(
         pytest.param(raise_in_backward, "backward of iteration 2", "ValueError", marks=pytest.mark.long),
         (take_another_branch, "training forward 2: raised MissingGradientError: rank 1: ", "MissingGradientError"),
         (register_a_hook_on_rank_1, "registering the comm hook allreduce_hook before iteration 2", "RanksDifferError"),
+        (measure_on_rank_1, "in measure(steps=3) before iteration 2", "RanksDifferError"),
+        (stop_measuring_on_rank_1, "in stop() of a measurement before iteration 2", "RanksDifferError"),
     ],
 )
 def test_a_rank_that_waits_in_vain_says_where_the_others_stand(

@@ -385,24 +385,46 @@ def test_the_ranks_of_a_subgroup_are_named_by_their_global_ranks() -> None:
         assert "backwards without a forward before them: 0 on rank 1, 1 on rank 2." in str(error)
 
 
-def test_posts_are_paid_from_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(
         rank_status, "time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.now, sleep=time.sleep)
     )
-    posts = []
+    return clock
 
-    class CountingStore(BrokenStore):
-        def set(self, key: str, value: str) -> None:
-            posts.append(value)
-            clock.now += 0.02
 
-    statuses = RankStatuses(store_of(CountingStore()), 0, range(2))
+class CountingStore(BrokenStore):
+    """A post takes 20 ms."""
+
+    def __init__(self, clock: SimpleNamespace) -> None:
+        self.clock, self.posts = clock, list[str]()
+
+    def set(self, key: str, value: str) -> None:
+        self.posts.append(value)
+        self.clock.now += 0.02
+
+
+def test_posts_are_paid_from_a_small_share_of_the_time(clock: SimpleNamespace) -> None:
+    store = CountingStore(clock)
+    statuses = RankStatuses(store_of(store), 0, range(2))
     for number in range(100_000):
         clock.now += 0.001
         statuses.note("iteration", number)
-    in_posts_s = 0.02 * len(posts)
+    in_posts_s = 0.02 * len(store.posts)
     assert 0.0009 * clock.now < in_posts_s < 0.001 * clock.now + 4 * 0.02
+
+
+def test_where_a_rank_waits_for_all_is_posted_whatever_posts_have_cost(clock: SimpleNamespace) -> None:
+    store = CountingStore(clock)
+    statuses = RankStatuses(store_of(store), 0, range(2))
+    for number in range(100):
+        statuses.note("iteration", number)
+    assert len(store.posts) < 10
+    statuses.note("in measure() before iteration", 100)
+    assert "measure" not in store.posts[-1]
+    statuses.note("in measure() before iteration", 100, waits_for_all=True)
+    assert store.posts[-1].endswith("in measure() before iteration 100")
 
 
 def test_where_others_stand_is_read_from_the_store() -> None:

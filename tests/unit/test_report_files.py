@@ -11,15 +11,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from plans import gradients, plan_in_frames
 from simulated_steps import MIB, Simulation, many_buckets, six_buckets
 
 from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, LATE, LAUNCH, bucket_color
+from ddp_compile.report.explanation import BucketLaunch, Explanation, GraphExplanation, Partition, SourceLine
 from ddp_compile.report.page import render_page
 from ddp_compile.report.spans import spans_of
 from ddp_compile.report.steps import StepReport
 from ddp_compile.report.timing import median_step
 
-VOID = {"meta"}
+VOID = {"meta", "br"}
 
 
 class Page(HTMLParser):
@@ -49,11 +51,40 @@ class Page(HTMLParser):
 
 
 def test_a_page_of_60_buckets_8_ranks_and_20_steps_is_small() -> None:
-    text = render_page(many_buckets())
+    text = render_page(replace(many_buckets(), explanation=explanation_of(60)))
     assert len(text.encode()) < 300_000
+    assert text.count("after the backward of a partition") == 60
     page = Page(text)
-    assert page.tags["tr"] == 1 + 2 * 60
+    assert page.tags["tr"] == 1 + 2 * 60 + 1 + 60
     assert page.tags["rect"] > 8 * 2 * 60
+
+
+def explanation_of(num_buckets: int) -> Explanation:
+    """A part of the graph for each bucket, with a long line of the user's."""
+    line = SourceLine(f"/home/someone/{'folder/' * 12}model.py", 1234, "y = attention(query, key, value, mask)" * 2)
+    plan = plan_in_frames(gradients(*[1] * num_buckets), cap_bytes=1)
+    assert len(plan.buckets) == num_buckets
+    parts = tuple(Partition((index,), f"linear_{index}", line) for index in range(num_buckets))
+    return Explanation(
+        model="Model",
+        world_size=8,
+        algorithm="gradient all-reduce",
+        settings=(),
+        plan=plan,
+        launches=tuple(BucketLaunch(index, True, "after the backward of a partition") for index in range(num_buckets)),
+        graphs=(GraphExplanation(0, num_buckets, parts, False, (), ()),),
+        regions=(),
+        in_no_graph=(),
+        breaks=(),
+        sharding=(),
+        failures=(),
+    )
+
+
+def test_cells_of_the_explanation_wrap_on_the_page() -> None:
+    text = render_page(replace(six_buckets(), explanation=explanation_of(6)))
+    page, own = text.split("class='explanation'", 1)[0].rsplit("<style>", 1)
+    assert "white-space:nowrap" in page and "white-space: normal" in own  # that of the page is for numbers
 
 
 def test_a_page_loads_nothing() -> None:
@@ -165,6 +196,35 @@ def test_the_trace_has_all_ranks_and_steps(tmp_path: Path) -> None:
     for rank in ("rank 0", "rank 1"):
         assert durations[rank, "wait: reduce bucket 5"] == pytest.approx([42_943_040] * 3, abs=2)
         assert durations[rank, "forward"] == pytest.approx([20_000_000] * 3, abs=2)
+
+
+def test_every_slice_of_a_large_trace_is_on_a_named_track_whose_times_ascend(tmp_path: Path) -> None:
+    pytest.importorskip("perfetto")
+    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+
+    report = many_buckets()
+    report.save(tmp_path / "step.perfetto-trace")
+    trace = Trace()
+    trace.ParseFromString((tmp_path / "step.perfetto-trace").read_bytes())
+    tracks = {p.track_descriptor.uuid: p.track_descriptor for p in trace.packet if p.HasField("track_descriptor")}
+    at_ns: dict[int, int] = {}
+    opened: dict[int, list[str]] = {}
+    num_slices = 0
+    for packet in trace.packet:
+        if not packet.HasField("track_event"):
+            continue
+        event, track = packet.track_event, packet.track_event.track_uuid
+        assert tracks[track].name and tracks[tracks[track].parent_uuid].process.process_name.startswith("rank ")
+        assert packet.timestamp >= at_ns.get(track, 0), "the viewer drops slices that end before they begin"
+        at_ns[track] = packet.timestamp
+        if event.type == TrackEvent.TYPE_SLICE_BEGIN:
+            assert event.name and not opened.get(track)
+            opened.setdefault(track, []).append(event.name)
+            num_slices += 1
+        else:
+            opened[track].pop()
+    assert not any(opened.values())
+    assert num_slices == sum(len(own) for step in report.steps for own in spans_of(step).values())
 
 
 def test_the_chart_is_drawn(tmp_path: Path) -> None:

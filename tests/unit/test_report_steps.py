@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reported_steps import rank_step, reduce, report_of, step_with_late_rank
 
-from ddp_compile.report.steps import Step, StepReport, covered
+from ddp_compile.report.over_ranks import covered
+from ddp_compile.report.steps import Step, StepReport
 
 
 def test_transfer_is_told_from_the_wait_for_a_late_rank() -> None:

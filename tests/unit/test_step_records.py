@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 import torch.distributed as dist
 from plans import gradients, plan_in_frames
 
+from ddp_compile.runtime.algorithms import collective_chain
+from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.step_records import StepRecords
+from ddp_compile.runtime.comm.transfers import MadeOfFuture
 
 PLAN = plan_in_frames(gradients(100))
 CPU = torch.device("cpu")
@@ -37,6 +41,12 @@ class SlowDevice(streams.Backend):
 
     def on(self, stream: Any) -> Any:
         return nullcontext()
+
+    def record(self, device: torch.device) -> object:
+        return object()
+
+    def wait(self, device: torch.device, event: object) -> None:
+        pass
 
     def record_timed(self, device: torch.device) -> int:
         self.num_recorded += 1
@@ -70,7 +80,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
     yield device
 
 
-def run_step(records: StepRecords, plan: Any, work: Work) -> None:
+def run_step(records: StepRecords, plan: Any, work: object) -> None:
     records.iteration_begins(0)
     records.forward_begins()
     records.backward_begins()
@@ -128,6 +138,59 @@ def test_on_the_host_the_future_of_a_work_says_when_it_was_done(is_complete: boo
     at = transfer.launch_returned if is_complete else transfer.waited_until  # the wait is over, and its callback is not
     assert 0 <= transfer.done[0] - at < 50_000_000
     assert transfer.done == [transfer.waited_until] or is_complete
+
+
+class Hook(MadeOfFuture):
+    def __init__(self) -> None:
+        self.future = torch.futures.Future()
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_on_a_device_a_hook_is_done_with_a_future_that_is_complete(device: SlowDevice, is_complete: bool) -> None:
+    records, hook = records_of(blocks_host=False), Hook()
+    if is_complete:
+        hook.future.set_result(None)
+    run_step(records, PLAN, hook)
+    (transfer,) = records.read_all()[0].transfers
+    assert (transfer.done != []) == is_complete
+    assert not is_complete or transfer.launch_returned < transfer.done[0] < transfer.waited_from
+
+
+class TwoCollectives(CollectiveChain):
+    name = "two collectives"
+    num_collectives = 2
+
+    def reduce(self, bucket: Any) -> Iterator[dist.Work]:
+        yield Work()
+        yield Work()
+
+
+@pytest.mark.parametrize("blocks_host", [False, True])
+def test_a_chain_is_done_when_its_last_collective_is_if_all_have_been_started(
+    device: SlowDevice, monkeypatch: pytest.MonkeyPatch, blocks_host: bool
+) -> None:
+    monkeypatch.setattr(collective_chain, "work_blocks_host", lambda *_: blocks_host)
+    group: Any = None
+    bucket: Any = SimpleNamespace(flat=torch.zeros(1), describe=str, call_by_name=lambda call, *args: call(*args))
+    records = records_of(blocks_host)
+    run_step(records, PLAN, TwoCollectives(group).launch(bucket, is_last=True))
+    (transfer,) = records.read_all()[0].transfers
+    assert (transfer.done != []) == (not blocks_host)
+    assert blocks_host or transfer.launch_returned < transfer.done[0] < transfer.waited_from
+
+
+def test_a_callback_after_the_wait_does_not_count() -> None:
+    records, hook = records_of(blocks_host=True), Hook()
+    records.iteration_begins(0)
+    records.forward_begins()
+    transfer = records.launch_begins("reduce", 0, 400)
+    records.launch_ends(transfer, hook)
+    records.wait_ends(records.wait_begins("reduce", 0))
+    hook.future.set_result(None)
+    assert len(transfer.done) == 1 and transfer.done[0] > transfer.waited_until
+    records.gradients_are_handed_over()
+    records.iteration_ends(PLAN)
+    assert records.steps[0].transfers[0].done == [transfer.waited_until]
 
 
 def test_steps_of_another_plan_begin_anew() -> None:
