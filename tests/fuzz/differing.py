@@ -62,6 +62,11 @@ class DifferingRecipe:
     cap_mib: float = 4e-4
     find_unused: bool = False
 
+    @property
+    def differs_at(self) -> int:
+        """`at`, or the last step of a program that was made smaller."""
+        return min(self.at, len(self.program) - 1)
+
 
 def differing_recipe_of(seed: int) -> DifferingRecipe:
     """The case of a seed; seeds go through the kinds in turn, so that each has as many."""
@@ -114,7 +119,7 @@ class Program:
 
     def run(self) -> Iterator[str]:
         for step, entry in enumerate(self.recipe.program):
-            here = self.recipe.kind if self.rank == 1 and step == self.recipe.at else ""
+            here = self.recipe.kind if self.rank == 1 and step == self.recipe.differs_at else ""
             if here == "fewer batches":
                 return
             if entry == "evaluate":
@@ -253,7 +258,7 @@ def train_two(recipe: DifferingRecipe, rank: int, group: dist.ProcessGroup, grad
     models = [ddp_compile(make_net("mlp", ""), process_group=group, **settings_of(recipe, 0)) for _ in range(2)]
     for step in range(len(recipe.program)):
         losses = [loss_of(model(batch(rank, step, i))) * (i + 1) for i, model in enumerate(models)]
-        swapped = rank == 1 and (step == recipe.at or (recipe.kind == "order of models" and step >= recipe.at))
+        swapped = rank == 1 and (step == recipe.differs_at or (recipe.kind == "order of models" and step >= recipe.differs_at))
         for loss in reversed(losses) if swapped else losses:
             loss.backward()
         gradients.append([*gradients_of(models[0]), *gradients_of(models[1])])
