@@ -25,7 +25,7 @@ from ddp_compile.errors import ReductionError, this_rank, with_article
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.buckets.bucket import Bucket
-from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Traits
 
 # A value v travels as v and _LIMIT - v, whose maxima are the largest value and _LIMIT minus the smallest one. A replica
 # that does not take part sends zeros, which change neither.
@@ -62,25 +62,12 @@ class ManagedAllReduceAlgorithm(CollectiveChain):
         self.num_collectives = 1 if process_group.size() == 1 else 2
         self._manager = manager
         self._sizes = (0, 0)  # the numbers of parameters and of their values
-        self._num_left = 0  # parameters whose buckets have not been launched in this iteration
-        self._next = 0  # the bucket that is launched next
         self._comparison: _Comparison | None = None  # under way
         self._has_compared = False
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
         super().attach(parameters)
         self._sizes = len(parameters), sum(parameter.numel() for parameter in parameters.values())
-
-    def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        index = bucket.spec.index
-        self._num_left = (self._sizes[0] if index == 0 else self._num_left) - len(bucket.parameters)
-        if index not in (0, self._next) or (is_last and self._num_left):
-            raise ReductionError(
-                f"{this_rank()}: this backward leaves out buckets next to {bucket.describe()}, but other replicas send"
-                " them. Call the module before each backward, so that it waits for every gradient"
-            )
-        self._next = index + 1
-        return super().launch(bucket, is_last)
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
         if bucket.spec.index == 0:
