@@ -4,7 +4,9 @@ Note [Two levels]
 A replica is a process group whose ranks live and die together, maybe of one rank. Its ranks agree on the bucket plan
 and reduce each bucket as usual. Then each rank reduces the bucket with the ranks in its place in the other replicas,
 through torchft's manager, which knows who takes part in the step. The manager pairs tensors by their order alone. So
-every iteration here launches all buckets of the plan, and the replicas compare their plans and their steps.
+every iteration launches all buckets of the plan, and between two messages: the first one compares plans and steps, and
+the last one says that the backward has ended here. A replica whose backward raises does not send it, so the others do
+not commit what it may have sent before.
 
 This module does not import torchft: it calls the manager that it is given.
 """
@@ -30,7 +32,7 @@ from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgo
 # A value v travels as v and _LIMIT - v, whose maxima are the largest value and _LIMIT minus the smallest one. A replica
 # that does not take part sends zeros, which change neither.
 _LIMIT = 2**60
-_COMPARED = ("bucket plan", "number of parameters", "number of values", "step of the manager")
+_COMPARED = ("bucket plan", "number of parameters", "number of values", "step of the manager", "backwards ended in it")
 
 
 @runtime_checkable
@@ -62,32 +64,37 @@ class ManagedAllReduceAlgorithm(CollectiveChain):
         self.num_collectives = 1 if process_group.size() == 1 else 2
         self._manager = manager
         self._sizes = (0, 0)  # the numbers of parameters and of their values
-        self._comparison: _Comparison | None = None  # under way
-        self._has_compared = False
+        self._values: tuple[int, ...] = ()  # that are compared in this iteration
+        self._comparisons: list[_Comparison] = []  # under way
+        self._is_newcomer = True  # has not compared anything yet
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
         super().attach(parameters)
         self._sizes = len(parameters), sum(parameter.numel() for parameter in parameters.values())
+        self._device = next(iter(parameters.values())).device
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
         if bucket.spec.index == 0:
-            values = (int(bucket.plan_digest[:15], 16), *self._sizes, self._manager.current_step())
-            self._comparison = _Comparison(self._manager, values, bucket.flat.device)
-            if not self._has_compared:
-                self._end_comparison()  # before buckets of other sizes could be sent
+            self._values = (int(bucket.plan_digest[:15], 16), *self._sizes, self._manager.current_step())
+            self._comparisons = [_Comparison(self._manager, (*self._values, 0), self._device)]
+            if self._is_newcomer:
+                # Other buckets would end processes: gloo terminates them. Those that have trained go on without it.
+                self._end_comparisons()
         if self.num_collectives == 2:
             yield torch_internals.started(dist.all_reduce(bucket.flat, group=self.process_group, async_op=True))
         yield self._manager.allreduce(bucket.flat)
 
     def after_backward(self) -> None:
-        if self._comparison is not None and self._side_stream is not None:
-            with self._side_stream.on():
-                self._end_comparison()
+        assert self._side_stream is not None  # buckets were launched
+        with self._side_stream.on():
+            self._comparisons.append(_Comparison(self._manager, (*self._values, 1), self._device))
+            self._end_comparisons()
 
-    def _end_comparison(self) -> None:
-        comparison, self._comparison = self._comparison, None
-        assert comparison is not None
-        self._has_compared = comparison.succeeds() or self._has_compared
+    def _end_comparisons(self) -> None:
+        comparisons, self._comparisons = self._comparisons, []
+        for comparison in comparisons:
+            if comparison.succeeds():
+                self._is_newcomer = False
 
 
 class _Comparison:
