@@ -41,6 +41,8 @@ class ReplicaManager(Protocol):
 
     def allreduce(self, tensor: Tensor, *, reduce_op: Any = ...) -> Any: ...
 
+    def wait_quorum(self) -> None: ...
+
     def errored(self) -> object: ...
 
     def current_step(self) -> int: ...
@@ -75,6 +77,7 @@ class ManagedAllReduceAlgorithm(CollectiveChain):
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
         if bucket.spec.index == 0:
+            self._manager.wait_quorum()  # the step of a replica that heals is not known before
             self._values = (int(bucket.plan_digest[:15], 16), *self._sizes, self._manager.current_step())
             self._comparisons = [_Comparison(self._manager, (*self._values, 0), self._device)]
             if self._is_newcomer:

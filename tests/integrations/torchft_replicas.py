@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pickle
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from process_copies import begin_copy
 from torch import Tensor, nn
 
-from ddp_compile import ddp_compile
+from ddp_compile import ddp_compile, no_sync
 from ddp_compile.integrations.torchft import ManagedAllReduce
 
 WIDTH, ROWS, LR = 8, 4, 0.05
@@ -59,53 +62,81 @@ def steps_in(log: Path) -> list[Step]:
 
 
 def run_replica(
-    path: list[str], replica: int, life: int, lighthouse: str, folder: Path, settings: dict[str, Any], width: int
+    path: list[str],
+    replica: int,
+    life: int,
+    lighthouse: str,
+    folder: Path,
+    settings: dict[str, Any],
+    bucket_cap_mb: float,
 ) -> None:
-    """Train until the file ``stop`` names the last step."""
+    """Train as one replica until the file ``stop`` names a step that has been committed."""
     begin_copy(path)
-    from torchft import Manager, ProcessGroupGloo
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        net = make_net(seed=10 * replica + life)
+        optimizer = make_optimizer(net)
+        with make_manager(replica, lighthouse, store.port, settings, net, optimizer) as manager:
+            algorithm = ManagedAllReduce(manager)
+            model = ddp_compile(net, algorithm=algorithm, backend="aot_eager", bucket_cap_mb=bucket_cap_mb)
+            if life > 0:  # compiled before it joins, so that the others need not wait for that
+                with no_sync(model):
+                    loss_of(model, replica, 0).backward()
+            train(model, optimizer, manager, replica, folder / f"replica_{replica}_{life}", folder / "stop")
+    except BaseException:
+        (folder / f"error_{replica}_{life}").write_text(traceback.format_exc())
+        raise
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    net = make_net(seed=10 * replica + life)
-    if width != WIDTH:
-        net.append(nn.Linear(WIDTH, width))
-    optimizer = make_optimizer(net)
+
+@contextmanager
+def make_manager(
+    replica: int,
+    lighthouse: str,
+    store_port: int,
+    settings: dict[str, Any],
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[Any]:
+    """A torchft.Manager of a replica of one rank."""
+    from torchft import Manager, ProcessGroupGloo
 
     def load(state: dict[str, Any]) -> None:
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
 
+    timeout = timedelta(seconds=10)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+        pg=ProcessGroupGloo(timeout=timeout),
         load_state_dict=load,
         state_dict=lambda: {"net": net.state_dict(), "optimizer": optimizer.state_dict()},
         min_replica_size=1,
-        timeout=timedelta(seconds=10),
+        timeout=timeout,
         rank=0,
         world_size=1,
         store_addr="localhost",
-        store_port=store.port,
+        store_port=store_port,
         lighthouse_addr=lighthouse,
         replica_id=f"replica_{replica}",
         hostname="localhost",
         **settings,
     )
-    model: Any = ddp_compile(net, algorithm=ManagedAllReduce(manager), backend="aot_eager", bucket_cap_mb=0.0005)
-    stop = folder / "stop"
-    with (folder / f"replica_{replica}_{life}").open("wb", buffering=0) as log:
+    try:
+        yield manager
+    finally:
+        manager.shutdown()
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, manager: Any, replica: int, log_path: Path, stop: Path) -> None:
+    with log_path.open("wb", buffering=0) as log:
         while not stop.exists() or manager.current_step() < int(stop.read_text()):
             time.sleep(STEP_S)
-            manager.start_quorum()
             optimizer.zero_grad()
-            step = manager.current_step()
-            loss_of(model, replica, step).backward()
-            step = manager.current_step()
-            takes_part, num = manager.is_participating(), manager.num_participants()
-            gradients = [parameter.grad.clone() for parameter in net.parameters()]
+            manager.start_quorum()
+            loss_of(model, replica, manager.current_step()).backward()
+            number, num, takes_part = manager.current_step(), manager.num_participants(), manager.is_participating()
+            gradients = [parameter.grad.clone() for parameter in model.parameters()]
             if manager.should_commit():
                 optimizer.step()
-                parameters = [parameter.detach().clone() for parameter in net.parameters()]
-                log.write(pickle.dumps(Step(step, num, takes_part, gradients, parameters)))
-    manager.shutdown()
-    dist.destroy_process_group()
+                parameters = [parameter.detach().clone() for parameter in model.parameters()]
+                log.write(pickle.dumps(Step(number, num, takes_part, gradients, parameters)))

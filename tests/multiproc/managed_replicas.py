@@ -20,20 +20,29 @@ class FakeManager:
         self.num_sent = 0  #: collectives that were started
         self._error: Exception | None = None
 
-    def start_quorum(self, group: dist.ProcessGroup, num: int | None = None, heals: bool = False) -> None:
-        """Begin a step of the replicas in ``group``, of which ``num`` take part, by default all."""
-        self._group, self._heals, self._error = group, heals, None
+    def start_quorum(self, group: dist.ProcessGroup, num: int | None = None, heals_to: int | None = None) -> None:
+        """Begin a step of the replicas in ``group``, of which ``num`` take part, by default all.
+
+        Args:
+            heals_to: This replica takes no part, and `wait_quorum` brings it to this step.
+        """
+        self._group, self._heals_to, self._error = group, heals_to, None
         self._num = num or group.size()
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG) -> Any:
         if self._error is not None:
             return _Managed(self, None, tensor, 1)
-        if self._heals:
+        self.wait_quorum()
+        if self._heals_to is not None:
             tensor.zero_()
         self.num_sent += 1
         is_mean = reduce_op == dist.ReduceOp.AVG
         work = dist.all_reduce(tensor, dist.ReduceOp.SUM if is_mean else reduce_op, self._group, async_op=True)
         return _Managed(self, work, tensor, self._num if is_mean else 1)
+
+    def wait_quorum(self) -> None:
+        if self._heals_to is not None:
+            self.step = self._heals_to
 
     def errored(self) -> Exception | None:
         return self._error

@@ -70,7 +70,7 @@ class OwnAlgorithm(CommAlgorithm):
 
 
 class Own(AlgorithmConfig):
-    def __init__(self, traits: Traits = Traits()) -> None:
+    def __init__(self, traits: Traits) -> None:
         self.traits = traits
 
     def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
@@ -91,7 +91,7 @@ ARGUMENTS: Mapping[Feature, Mapping[str, Any]] = {
     Feature.STATIC_GRAPH: {"static_graph": True},
     Feature.CHECK_FINITE: {"check_finite_gradients": True},
     Feature.AUTOMATIC_PLAN: {"bucket_cap_mb": "auto"},
-    Feature.ALGORITHM: {"algorithm": Own()},
+    Feature.ALGORITHM: {"algorithm": Own(Traits())},
     Feature.NO_SHADOWS: {"algorithm": Own(Traits(takes_shadows=False))},
     Feature.BEYOND_GROUP: {"algorithm": Own(Traits(beyond_group=True))},
     Feature.AVERAGES: {"algorithm": LocalSGD(period=2, warmup_steps=100)},

@@ -89,10 +89,12 @@ def test_a_replica_goes_and_another_one_comes(stance: str) -> None:
         for step in range(6):
             if step == 3 and is_second:
                 manager, net = FakeManager(), seeded(make_net, seed=4)
-                model, manager.step = replicate(net, own, manager), step
+                model = replicate(net, own, manager)
             is_whole, heals = step not in (2, 3), step == 3 and is_second
             if step != 2 or not is_second:
-                manager.start_quorum(itself if step == 2 else across, num=2 if is_whole else 1, heals=heals)
+                manager.start_quorum(
+                    itself if step == 2 else across, num=2 if is_whole else 1, heals_to=step if heals else None
+                )
                 worst = train_step(model, manager, plain, step, range(4 if is_whole else 2), heals)
                 assert worst < 1e-5, (step, worst)
             state = [net.state_dict()]
@@ -155,7 +157,7 @@ def test_a_replica_that_heals_finds_by_itself_that_it_differs() -> None:
     """It ends before it sends a bucket. The other one does not commit the step, and can go on."""
     own, across = own_groups(1)
     manager, heals = FakeManager(), dist.get_rank() == 1
-    manager.start_quorum(across, num=1, heals=heals)
+    manager.start_quorum(across, num=1, heals_to=0 if heals else None)
     model = replicate(seeded(lambda: make_net(2 if heals else 3)), own, manager)
     with torch.compiler.set_stance("force_eager"):
         if heals:
