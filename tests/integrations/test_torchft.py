@@ -32,7 +32,7 @@ class Replicas:
 
         self._folder, self._settings = folder, settings
         self._lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=1, join_timeout_ms=500, quorum_tick_ms=50, heartbeat_timeout_ms=1000
+            bind="[::]:0", min_replicas=1, join_timeout_ms=5000, quorum_tick_ms=50, heartbeat_timeout_ms=1000
         )
         self._address = f"http://localhost:{self._lighthouse.address().rpartition(':')[2]}"
         self._processes: dict[int, Any] = {}
@@ -41,6 +41,14 @@ class Replicas:
         args = (sys.path, replica, life, self._address, self._folder, self._settings, bucket_cap_mb)
         self._processes[replica] = context_of_copies().Process(target=run_replica, args=args)
         self._processes[replica].start()
+
+    def begin(self) -> None:
+        """Let those that were started begin to train together."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(list(self._folder.glob("ready_*"))) < len(self._processes):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        (self._folder / "go").touch()
 
     def kill(self, replica: int) -> None:
         """By SIGKILL."""
@@ -63,7 +71,8 @@ class Replicas:
 
     def stop_after(self, step: int) -> dict[int, int]:
         """Let all of them end after the same step; returns their exit codes."""
-        (self._folder / "stop").write_text(str(step))
+        (self._folder / "stop_").write_text(str(step))
+        (self._folder / "stop_").rename(self._folder / "stop")  # never empty
         for process in self._processes.values():
             process.join(TIMEOUT_S)
         return {replica: process.exitcode for replica, process in self._processes.items()}
@@ -106,6 +115,7 @@ def senders_of(step: Step, of_other: Step | None) -> list[int]:
 def test_a_replica_is_killed_and_comes_back(replicas: Replicas, request: pytest.FixtureRequest) -> None:
     replicas.start(0, life=0)
     replicas.start(1, life=0)
+    replicas.begin()
     replicas.wait_for(5, 1, 0, lambda step: step.num_participants == 2)
     replicas.kill(1)
     replicas.wait_for(5, 0, 0, lambda step: step.num_participants == 1)
@@ -143,6 +153,7 @@ def test_a_replica_is_killed_and_comes_back(replicas: Replicas, request: pytest.
 
 def test_a_replica_with_other_buckets_ends_and_the_others_go_on(replicas: Replicas) -> None:
     replicas.start(0, life=0)
+    replicas.begin()
     replicas.wait_for(3, 0, 0, lambda step: step.num_participants == 1)
     replicas.start(1, life=0, bucket_cap_mb=25.0)
     assert replicas.exit_code(1) == 1

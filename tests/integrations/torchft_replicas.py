@@ -83,6 +83,9 @@ def run_replica(
             if life > 0:  # compiled before it joins, so that the others need not wait for that
                 with no_sync(model):
                     loss_of(model, replica, 0).backward()
+            (folder / f"ready_{replica}_{life}").touch()
+            while not (folder / "go").exists():  # in the first step the lighthouse knows of both
+                time.sleep(STEP_S)
             train(model, optimizer, manager, replica, folder / f"replica_{replica}_{life}", folder / "stop")
     except BaseException:
         (folder / f"error_{replica}_{life}").write_text(traceback.format_exc())
