@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import is_same_everywhere, seeded
+from fake_manager import FakeManager
 from in_ci import only
-from managed_replicas import FakeManager
 from models import assert_buckets_launched_early, largest, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""A manager of replicas with the protocol of torchft's, over process groups of the test."""
+"""A manager of replicas that has the protocol of torchft's, over process groups of the test."""
 
 from __future__ import annotations
 
