@@ -158,6 +158,8 @@ class LaunchQueue:
             if bucket.is_pending and all(gradient is not None for gradient in bucket.gradients()):
                 self.complete(bucket)
             elif bucket.is_pending:
+                if self.algorithm.traits.beyond_group:
+                    raise error_messages.left_out(bucket.describe())
                 bucket.skip()
                 self._set.iteration.is_whole = False
             self._launch_ready()

@@ -41,6 +41,7 @@ class Feature(Enum):
     AVERAGES = "an algorithm that averages parameters"
     ASYNC = "`AsyncModelAverage()`, or an algorithm with `Traits(in_step=False)`"
     NO_SHADOWS = "an algorithm with `Traits(takes_shadows=False)`"
+    BEYOND_GROUP = "`integrations.torchft.ManagedAllReduce()`, or an algorithm with `Traits(beyond_group=True)`"
     KEEPS_STATE = "an algorithm with a `state_dict()`"
     COMM_HOOK = "`register_comm_hook()`"
     BUFFER_HOOK = "`_register_buffer_comm_hook()`"
@@ -88,6 +89,17 @@ EXCLUSIONS = (
         Feature.CHECK_FINITE, (Feature.AVERAGES, Feature.FULLY_SHARD, Feature.DELAYED),
         "gradients are checked in the buckets, but here some are reduced elsewhere, or not at all",
         "Leave check_finite_gradients out, and pass error_if_nonfinite=True to clip_grad_norm_ instead"),
+    Exclusion(
+        Feature.BEYOND_GROUP, (Feature.FIND_UNUSED, Feature.STATIC_GRAPH, Feature.SKIP_UNUSED, Feature.CHECK_FINITE,
+                               Feature.DELAYED, Feature.FULLY_SHARD, Feature.JOIN),
+        "with such an algorithm gradients are also reduced with ranks outside of the process group, but this is decided"
+        " or reduced inside of it",
+        "Leave it out"),
+    Exclusion(
+        Feature.BEYOND_GROUP, (Feature.STEPS_IN_BACKWARD, Feature.ACCELERATE, Feature.LIGHTNING),
+        "with such an algorithm a training loop learns after the backward whether the reduction has succeeded, and may"
+        " step only then",
+        "Write the training loop yourself, and step after the backward"),
     Exclusion(
         Feature.COMM_HOOK, (Feature.ALGORITHM, Feature.COMM_HOOK),
         "a hook can only replace the default all-reduce",
@@ -182,6 +194,7 @@ def _features_of(algorithm: CommAlgorithm, num_ranks: int) -> dict[Feature, str]
         Feature.AVERAGES: traits.payload != "gradients",
         Feature.ASYNC: not traits.in_step and num_ranks > 1,
         Feature.NO_SHADOWS: not traits.takes_shadows,
+        Feature.BEYOND_GROUP: traits.beyond_group,
     }
     return {feature: said for feature, holds in is_so.items() if holds}
 

@@ -1,4 +1,4 @@
-"""Training frameworks that construct DistributedDataParallel themselves, one module for each.
+"""Training frameworks that construct DistributedDataParallel themselves, and torchft, one module for each.
 
-Importing ``ddp_compile`` imports none of them, since each imports its framework.
+Importing ``ddp_compile`` imports none of them, since most import their framework.
 """

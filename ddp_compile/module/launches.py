@@ -42,7 +42,7 @@ def describe_launches(
 
 def _launch(state: ReplicateState, bucket: BucketSpec, watched: Mapping[int, str | None]) -> tuple[bool, str]:
     """Whether a bucket is launched early, and where or why not."""
-    if state.process_group.size() == 1:
+    if state.process_group.size() == 1 and not state.reducer.algorithm.traits.beyond_group:
         return False, "there is one rank, so nothing is sent"
     if not state.backend.reports and not state.regions.num_training_graphs:
         return False, "nothing has been compiled for training"

@@ -66,6 +66,7 @@ class Bucket:
         self._checks_finite = checks_finite
         self._sparse: Tensor | None = None
         self._device = parameters[0].device
+        self.plan_digest = ""  #: of the plan that it belongs to, see `BucketPlan.digest`
         #: Calls a function that starts a collective of the bucket, from a frame with the bucket's name.
         self.call_by_name: Callable[..., Any]
         self._accumulated_on: set[streams.Stream] = set()  # of AccumulateGrad nodes: each always runs on one
@@ -414,7 +415,8 @@ class Bucket:
         self._buffer.lay_out_as(spec)
 
     def take_name(self, plan_digest: str) -> None:
-        """Be a bucket of this plan in torch's flight recorder."""
+        """Be a bucket of this plan, also in torch's flight recorder."""
+        self.plan_digest = plan_digest
         self.call_by_name = flight_recorder.caller(f"bucket_{self.spec.index}_of_plan_{plan_digest}")
 
     def drop_flat(self) -> None:

@@ -54,6 +54,8 @@ class Traits:
             are communicated.
         in_step: The ranks come to the same iterations together. If False, no rank waits for another, so nothing else,
             such as buffers, may be sent between them in an iteration.
+        beyond_group: Gradients are also reduced with ranks outside of the process group. Those take no part in
+            anything else that the group's ranks exchange in an iteration, so features that need that are refused.
 
     Raises:
         ValueError: A trait has an unknown value, or two contradict each other.
@@ -69,6 +71,7 @@ class Traits:
     keeps_buckets: bool = False
     takes_shadows: bool = True
     in_step: bool = True
+    beyond_group: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("payload", get_args(Payload)), ("layout", get_args(Layout))):

@@ -110,6 +110,13 @@ def missing_gradients(missing: Mapping[str, Tensor], num_parameters: int, static
     )
 
 
+def left_out(bucket: str) -> MissingGradientError:
+    return MissingGradientError(
+        f"{this_rank()}: there was no forward before this backward, and it leaves out gradients of {bucket}. Ranks"
+        " outside of the process group cannot know that, and wait for the bucket. Call the module before each backward"
+    )
+
+
 def parameters_changed(changes: Sequence[str]) -> ParametersChangedError:
     """Args: changes: Such as "added: adapter.weight"."""
     return ParametersChangedError(

@@ -61,20 +61,20 @@ class OwnAlgorithm(CommAlgorithm):
 
     name = "all-reduce of a user"
 
-    def __init__(self, group: dist.ProcessGroup, takes_shadows: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, traits: Traits) -> None:
         self.group = group
-        self.traits = Traits(takes_shadows=takes_shadows)
+        self.traits = traits
 
     def launch(self, bucket: Any, is_last: bool) -> Any:
         return self.group.allreduce([bucket.flat])
 
 
 class Own(AlgorithmConfig):
-    def __init__(self, takes_shadows: bool = True) -> None:
-        self.takes_shadows = takes_shadows
+    def __init__(self, traits: Traits) -> None:
+        self.traits = traits
 
     def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-        return OwnAlgorithm(process_group, self.takes_shadows)
+        return OwnAlgorithm(process_group, self.traits)
 
 
 #: The algorithms of parameters average gradients while they warm up, which is all that is tried here.
@@ -91,8 +91,9 @@ ARGUMENTS: Mapping[Feature, Mapping[str, Any]] = {
     Feature.STATIC_GRAPH: {"static_graph": True},
     Feature.CHECK_FINITE: {"check_finite_gradients": True},
     Feature.AUTOMATIC_PLAN: {"bucket_cap_mb": "auto"},
-    Feature.ALGORITHM: {"algorithm": Own()},
-    Feature.NO_SHADOWS: {"algorithm": Own(takes_shadows=False)},
+    Feature.ALGORITHM: {"algorithm": Own(Traits())},
+    Feature.NO_SHADOWS: {"algorithm": Own(Traits(takes_shadows=False))},
+    Feature.BEYOND_GROUP: {"algorithm": Own(Traits(beyond_group=True))},
     Feature.AVERAGES: {"algorithm": LocalSGD(period=2, warmup_steps=100)},
     Feature.ASYNC: {"algorithm": AsyncModelAverage(sync_interval_ms=50, warmup_steps=100)},
 }
@@ -123,6 +124,7 @@ ELSEWHERE = (Feature.ACCELERATE, Feature.LIGHTNING, Feature.KEEPS_STATE)
 #: Features that one cannot have without others.
 IMPLIED: Mapping[Feature, tuple[Feature, ...]] = {
     Feature.NO_SHADOWS: (Feature.ALGORITHM,),
+    Feature.BEYOND_GROUP: (Feature.ALGORITHM,),
     Feature.AVERAGES: (Feature.ALGORITHM,),
     Feature.ASYNC: (Feature.AVERAGES, Feature.ALGORITHM),
     Feature.BUFFER_HOOK: (Feature.BUFFERS,),

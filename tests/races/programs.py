@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fake_manager import FakeManager
 from stage import Blocking, Program, Roles, Stage, plain_batches
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -25,6 +26,7 @@ from ddp_compile.algorithms import (
     LocalSGD,
     LowPrecisionDecentralized,
 )
+from ddp_compile.integrations.torchft import ManagedAllReduce
 from ddp_compile.optim import QAdam
 
 WIDTH = 9
@@ -93,6 +95,13 @@ def train(stage: Stage, make: Callable[[], nn.Module] = Layers, times: int = 3, 
     stage.train(model, adam(model), plain_batches(4, WIDTH), times)
     stage.end(model)
     return model
+
+
+def managed_replicas(stage: Stage) -> None:
+    """Both groups have the same ranks, which makes no difference to streams."""
+    manager = FakeManager()
+    manager.start_quorum(dist.new_group())
+    with_algorithm(stage, ManagedAllReduce(manager))
 
 
 def with_algorithm(stage: Stage, algorithm: AlgorithmConfig, node_of_two: bool | None = None, **settings: Any) -> None:
@@ -373,6 +382,7 @@ _ON_NCCL: dict[str, Program] = {
     "wire dtype": partial(with_algorithm, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)),
     "hierarchical, one node": partial(with_algorithm, algorithm=GradientAllReduce(hierarchical=True), node_of_two=True),
     "hierarchical, two nodes": partial(with_algorithm, algorithm=ByteGrad(hierarchical=True), node_of_two=False),
+    "managed replicas": managed_replicas,
     "ByteGrad": partial(with_algorithm, algorithm=ByteGrad()),
     "ByteGrad, eager end": partial(with_algorithm, algorithm=ByteGrad(), make=partial(Layers, "eager")),
     "QAdam": q_adam,
