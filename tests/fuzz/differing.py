@@ -258,7 +258,9 @@ def train_two(recipe: DifferingRecipe, rank: int, group: dist.ProcessGroup, grad
     models = [ddp_compile(make_net("mlp", ""), process_group=group, **settings_of(recipe, 0)) for _ in range(2)]
     for step in range(len(recipe.program)):
         losses = [loss_of(model(batch(rank, step, i))) * (i + 1) for i, model in enumerate(models)]
-        swapped = rank == 1 and (step == recipe.differs_at or (recipe.kind == "order of models" and step >= recipe.differs_at))
+        swapped = rank == 1 and (
+            step == recipe.differs_at or (recipe.kind == "order of models" and step >= recipe.differs_at)
+        )
         for loss in reversed(losses) if swapped else losses:
             loss.backward()
         gradients.append([*gradients_of(models[0]), *gradients_of(models[1])])

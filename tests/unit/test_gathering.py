@@ -16,7 +16,6 @@ from ddp_compile.runtime.desync.gathering import Gathering
 from ddp_compile.runtime.desync.group_store import GroupStore
 from ddp_compile.runtime.desync.rank_status import RankStatuses
 
-
 NUM_RANKS = 128
 
 
