@@ -6,10 +6,13 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +22,10 @@ from trainee import NUM_STEPS
 TRAINEE = Path(__file__).with_name("trainee.py")
 #: torchrun waits so long for a process that does not end when it is told to, before it kills it (torch 2.13).
 TORCHRUN_KILLS_AFTER_S = 30.0
-#: In every process of a run.
+#: In the environment of every process of a run.
 _MARK = "DDP_COMPILE_FAULTS_RUN"
+#: Nodes that are gone are noticed after some seconds, and others are not waited for.
+_RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class Life(NamedTuple):
@@ -51,57 +56,126 @@ class Run(NamedTuple):
         return merged
 
 
+class _Processes:
+    """The processes of one run."""
+
+    def __init__(self, folder: Path, way: str, shares_store: bool = False) -> None:
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        self.folder = folder
+        self.left_behind: list[str] = []
+        self._way = way
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._mark = uuid.uuid4().hex
+        # The store that torchrun shares with its ranks keeps their addresses over a restart, so that gloo may connect
+        # to a process that is gone (torch 2.13; pytorch/pytorch#135712).
+        self._environment = {**os.environ, _MARK: self._mark, "OMP_NUM_THREADS": "1"}
+        self._environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares_store))}
+        self._environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def start(
+        self,
+        launcher: list[str],
+        fault: str | None,
+        at: str = "backward",
+        local_rank: int = 1,
+        is_isolated: bool = False,
+    ) -> subprocess.Popen[bytes]:
+        """Start torchrun with these arguments, on a network and a small disk of its own if it is isolated."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *launcher, str(TRAINEE)]
+        command += ["--folder", str(self.folder), "--way", self._way]
+        command += [] if fault is None else ["--fault", fault, "--at", at, "--local-rank", str(local_rank)]
+        if is_isolated:
+            disk = f"mount -t tmpfs -o size=1m none {shlex.quote(str(self.folder / 'checkpoints'))}"
+            inside = f"ip link set lo up && {disk} && exec {shlex.join(command)}"
+            command = ["unshare", "--net", "--mount", "sh", "-c", inside]
+        with (self.folder / "output").open("a") as output:
+            process = subprocess.Popen(command, env=self._environment, stdout=output, stderr=output)
+        self._started.append(process)
+        return process
+
+    def wait_for(self, file: str) -> None:
+        """Wait until a rank has made this file."""
+        deadline = time.monotonic() + 60
+        while not (self.folder / file).exists():
+            assert time.monotonic() < deadline, f"no rank has made {file}: {(self.folder / 'output').read_text()}"
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """Kill what has not ended by itself, and note it."""
+        for process in self._started:
+            process.kill()
+            process.wait()
+        left = _processes_of(self._mark)
+        self.left_behind = [" ".join(each.cmdline()) for each in left]
+        for each in left:
+            each.kill()
+
+    def run(self, exit_code: int, seconds: float, num_ranks: int = 2) -> Run:
+        lives = [_lives(self.folder / f"losses.rank{rank}") for rank in range(num_ranks)]
+        return Run(exit_code, seconds, (self.folder / "output").read_text(), lives, self.left_behind)
+
+
+@contextmanager
+def _processes(folder: Path, way: str, shares_store: bool = False) -> Iterator[_Processes]:
+    processes = _Processes(folder, way, shares_store)
+    try:
+        yield processes
+    finally:
+        processes.end()
+
+
 def train(
     folder: Path,
     way: str,
     fault: str | None = None,
     at: str = "backward",
     *,
-    max_restarts: int = 1,
+    num_ranks: int = 2,
     is_isolated: bool = False,
     ctrl_c: bool = False,
     shares_store: bool = False,
-    timeout_s: float = 120.0,
 ) -> Run:
-    """Train in a folder, which may hold checkpoints of an earlier run.
+    """Train on one node in a folder, which may hold checkpoints of an earlier run.
 
     Args:
         is_isolated: Whether the run has a network and a small disk of its own, which takes root.
         ctrl_c: Whether torchrun is interrupted as soon as the faulty rank waits for that.
         shares_store: Whether the ranks use the store of torchrun's process, instead of one in rank 0's.
     """
-    (folder / "checkpoints").mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--monitor-interval", "0.1", "--max-restarts", str(max_restarts), str(TRAINEE)]
-    command += ["--folder", str(folder), "--way", way]
-    command += [] if fault is None else ["--fault", fault, "--at", at]
-    if is_isolated:
-        disk = f"mount -t tmpfs -o size=1m none {shlex.quote(str(folder / 'checkpoints'))}"
-        inside = f"ip link set lo up && {disk} && exec {shlex.join(command)}"
-        command = ["unshare", "--net", "--mount", "sh", "-c", inside]
-    mark = uuid.uuid4().hex
-    # The store that torchrun shares with its ranks keeps their addresses over a restart, so that gloo may connect to a
-    # process that is gone (torch 2.13; pytorch/pytorch#135712).
-    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares_store))}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    began = time.monotonic()
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(command, env=environment | {_MARK: mark}, stdout=output, stderr=output)
-        try:
-            if ctrl_c:
-                _wait_for(folder / "ready", process)
-                began = time.monotonic()
-                process.send_signal(signal.SIGINT)
-            exit_code = process.wait(timeout_s)
-        finally:
-            seconds = time.monotonic() - began
-            process.kill()
-            left_behind = _processes_of(mark)
-            for each in left_behind:
-                each.kill()
-    text = (folder / "output").read_text()
-    lives = [_lives(folder / f"losses.rank{rank}") for rank in range(2)]
-    return Run(exit_code, seconds, text, lives, [" ".join(each.cmdline()) for each in left_behind])
+    launcher = ["--standalone", "--nproc-per-node", str(num_ranks), "--max-restarts", "1"]
+    with _processes(folder, way, shares_store) as processes:
+        began = time.monotonic()
+        process = processes.start(launcher, fault, at, is_isolated=is_isolated)
+        if ctrl_c:
+            processes.wait_for("struck")
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+        exit_code = process.wait(120)
+        seconds = time.monotonic() - began
+    return processes.run(exit_code, seconds, num_ranks)
+
+
+def train_on_nodes(folder: Path, way: str, *, second_comes_late: bool) -> Run:
+    """Train on one or two nodes of one rank. The second one comes late, or it is killed; the first one goes on.
+
+    The exit code is that of the first node.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
+    launcher = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-endpoint", endpoint, "--rdzv-id", "faults", "--rdzv-conf", _RENDEZVOUS]
+    with _processes(folder, way) as processes:
+        began = time.monotonic()
+        first = processes.start(launcher, "another node comes" if second_comes_late else None, local_rank=0)
+        if second_comes_late:
+            processes.wait_for("struck")
+            second = processes.start(launcher, None)
+        else:
+            _wait_for_port(endpoint)  # the node that has it must be the one that stays
+            second = processes.start(launcher, "kill node", local_rank=0)
+        exit_codes = [process.wait(120) for process in (first, second)]
+        assert exit_codes[1] == (0 if second_comes_late else -signal.SIGKILL)
+    return processes.run(exit_codes[0], time.monotonic() - began)
 
 
 def is_complete(run: Run) -> bool:
@@ -109,11 +183,16 @@ def is_complete(run: Run) -> bool:
     return all(losses.keys() == set(range(1, NUM_STEPS + 1)) for losses in run.losses)
 
 
-def _wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
+def _wait_for_port(endpoint: str) -> None:
+    host, port = endpoint.split(":")
     deadline = time.monotonic() + 60
-    while not file.exists():
-        assert process.poll() is None and time.monotonic() < deadline, "no rank has come to the fault"
-        time.sleep(0.05)
+    while True:
+        try:
+            socket.create_connection((host, int(port))).close()
+            return
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, f"nobody listens at {endpoint}"
+            time.sleep(0.05)
 
 
 def _processes_of(mark: str) -> list[psutil.Process]:

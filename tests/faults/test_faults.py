@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faults import TORCHRUN_KILLS_AFTER_S, Run, is_complete, train
+from faults import TORCHRUN_KILLS_AFTER_S, Run, is_complete, train, train_on_nodes
 from trainee import FAULTY_STEP, GROUP_TIMEOUT_S, POINTS, STEPS_BETWEEN_CHECKPOINTS, WAYS
 
 CHECKPOINT = FAULTY_STEP // STEPS_BETWEEN_CHECKPOINTS * STEPS_BETWEEN_CHECKPOINTS
@@ -146,3 +146,36 @@ def test_ctrl_c_ends_every_process(
     assert run.seconds < GROUP_TIMEOUT_S + 10, run.output
     again = train(tmp_path, way)
     assert_resumed(again, expected, CHECKPOINT)
+
+
+# Groups that change: the next start has another number of ranks.
+
+
+def resumed(folder: Path, way: str, num_ranks: int) -> list[dict[int, float]]:
+    """The losses of ranks that resume a copy of the checkpoints of the step before the faulty one."""
+    copy = folder / f"resumed on {num_ranks}"
+    (copy / "checkpoints").mkdir(parents=True)
+    for path in (folder / "checkpoints").glob(f"step_{CHECKPOINT}.*"):
+        shutil.copy(path, copy / "checkpoints")
+    run = train(copy, way, num_ranks=num_ranks)
+    assert run.exit_code == 0 and all(lives[0].begins_after == CHECKPOINT for lives in run.lives), run.output
+    return run.losses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_node_that_is_gone_leaves_the_others_to_go_on(way: str, tmp_path: Path) -> None:
+    run = train_on_nodes(tmp_path, way, second_comes_late=False)
+    assert run.exit_code == 0 and run.left_behind == [], run.output
+    *_, last = (life for lives in run.lives for life in lives if life.begins_after == CHECKPOINT)
+    assert [last.losses] == resumed(tmp_path, way, num_ranks=1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_node_that_comes_later_trains_on_with_the_others(way: str, tmp_path: Path) -> None:
+    run = train_on_nodes(tmp_path, way, second_comes_late=True)
+    assert run.exit_code == 0 and run.left_behind == [], run.output
+    last = [lives[-1] for lives in run.lives]
+    assert [life.begins_after for life in last] == [CHECKPOINT] * 2, run.output
+    assert [life.losses for life in last] == resumed(tmp_path, way, num_ranks=2)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/faults/trainee.py --folder FOLDER --way sharded [--fault kill --at backward]
 
-Each rank appends the loss of every step to its own file. A fault happens once, in step `FAULTY_STEP` of rank 1 of the
-first run, and not after a restart.
+Each rank appends the loss of every step to its own file. A fault happens once, in step `FAULTY_STEP` of one rank, and
+not after a restart.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ WAYS: dict[str, dict[str, Any]] = {
 class Faults:
     """What happens to this rank, and where."""
 
-    def __init__(self, folder: Path, kind: str | None, at: str) -> None:
-        is_struck = int(os.environ["RANK"]) == 1 and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0
+    def __init__(self, folder: Path, kind: str | None, at: str, local_rank: int) -> None:
+        # torchrun counts no restart if another node has come.
+        is_struck = int(os.environ["LOCAL_RANK"]) == local_rank and not (folder / "struck").exists()
         self._folder, self._kind, self._at = folder, kind if is_struck else None, at
         self.step = 0
 
@@ -58,10 +59,16 @@ class Faults:
         """Called at every point of a step."""
         if self._kind is not None and (self.step, point) == (FAULTY_STEP, self._at):
             kind, self._kind = self._kind, None
+            (self._folder / "struck").touch()
             _STRIKES[kind](self._folder)
 
 
 def _kill(_folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_node(_folder: Path) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -105,10 +112,9 @@ def _corrupt(folder: Path) -> None:
     _kill(folder)
 
 
-def _wait_for_ctrl_c(folder: Path) -> None:
-    (folder / "ready").touch()
+def _wait(_folder: Path) -> None:
     time.sleep(30)
-    raise AssertionError("nobody pressed Ctrl-C")
+    raise AssertionError("this process was to be interrupted, or started again")
 
 
 _STRIKES: dict[str, Callable[[Path], None]] = {
@@ -120,7 +126,9 @@ _STRIKES: dict[str, Callable[[Path], None]] = {
     "store frozen": _freeze_store,
     "disk full": _fill_disk,
     "corrupt checkpoint": _corrupt,
-    "ctrl-c": _wait_for_ctrl_c,
+    "ctrl-c": _wait,
+    "kill node": _kill_node,
+    "another node comes": _wait,
 }
 
 
@@ -164,9 +172,13 @@ class Training:
         partial.replace(path)
 
     def resume(self) -> int:
-        """Load the newest checkpoint that every rank can read; the number of steps done."""
-        own = {_step_of(path): path for path in self._folder.glob(f"step_*.rank{self._rank}.pt")}
-        states = {number: state for number, path in own.items() if (state := _read(path)) is not None}
+        """Load the newest checkpoint that every rank can read; the number of steps done.
+
+        A rank that had no part in it takes rank 0's.
+        """
+        paths = {_step_of(path): path for path in self._folder.glob("step_*.rank0.pt")}
+        paths |= {_step_of(path): path for path in self._folder.glob(f"step_*.rank{self._rank}.pt")}
+        states = {number: state for number, path in paths.items() if (state := _read(path)) is not None}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, set(states))
         number = max(set.intersection(*everyone), default=0)
@@ -199,10 +211,11 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, required=True)
     parser.add_argument("--fault", choices=_STRIKES)
     parser.add_argument("--at", choices=POINTS, default="backward")
+    parser.add_argument("--local-rank", type=int, default=1, help="the rank of its node that the fault strikes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-    faults = Faults(arguments.folder, arguments.fault, arguments.at)
+    faults = Faults(arguments.folder, arguments.fault, arguments.at, arguments.local_rank)
     if dist.get_rank() == 0:
         (arguments.folder / "checkpoints" / "ballast").unlink(missing_ok=True)
     training = Training(arguments.folder, arguments.way, faults)
