@@ -81,7 +81,7 @@ class ManagedAllReduceAlgorithm(CollectiveChain):
             self._manager.wait_quorum()  # the step of a replica that heals is not known before
             step, num_values = self._manager.current_step(), sum(parameter.numel() for parameter in self._parameters)
             self._values = (int(bucket.plan_digest[:15], 16), len(self._parameters), num_values, step)
-            # Later on replicas have the state of one that has trained; at first a seed may be missing.
+            # Later on replicas have got the state of one that has trained; at first their seeds may differ.
             checksum = _checksum(self._parameters) if step == 0 else 0
             self._comparisons = [self._compare(0, checksum)]
             if self._is_newcomer:
@@ -100,7 +100,7 @@ class ManagedAllReduceAlgorithm(CollectiveChain):
     def _compare(self, num_ended: int, checksum: int) -> _Comparison:
         values = (*self._values, num_ended, checksum)
         sent = torch.tensor([*values, *(_LIMIT - value for value in values)], device=self._parameters[0].device)
-        if checksum and self.num_collectives == 2:  # else the ranks of a replica have the same by themselves
+        if self.num_collectives == 2 and not num_ended:  # torchft may bring the ranks of a replica apart
             dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.process_group)
         return _Comparison(self._manager, values, sent)
 

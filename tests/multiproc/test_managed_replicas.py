@@ -234,6 +234,19 @@ def test_it_is_refused_beside_what_only_one_replica_would_know() -> None:
             replicate(seeded(make_net), own, FakeManager(), **{setting: True})
 
 
+@on_ranks(2)
+def test_models_share_a_manager() -> None:
+    own, across = own_groups(1)
+    manager = FakeManager()
+    manager.start_quorum(across)
+    first, second = (replicate(seeded(make_net, seed), own, manager) for seed in (3, 4))
+    with torch.compiler.set_stance("force_eager"):
+        (loss_of(first, 0, dist.get_rank()) + loss_of(second, 0, dist.get_rank())).backward()
+    for model, seed in ((first, 3), (second, 4)):
+        for parameter, gradient in zip(model.parameters(), expected(seeded(make_net, seed), 0, range(2)), strict=True):
+            assert relative_difference(parameter.grad, gradient) < 1e-5
+
+
 def test_other_objects_are_refused() -> None:
     with pytest.raises(TypeError, match=r"manager=None is a NoneType; pass a torchft\.Manager"):
         ManagedAllReduce(None)  # type: ignore[arg-type]
