@@ -13,7 +13,8 @@ This module does not import torchft: it calls the manager that it is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,7 +33,8 @@ from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgo
 # A value v travels as v and _LIMIT - v, whose maxima are the largest value and _LIMIT minus the smallest one. A replica
 # that does not take part sends zeros, which change neither.
 _LIMIT = 2**60
-_COMPARED = ("bucket plan", "number of parameters", "number of values", "step of the manager", "backwards ended in it")
+_COMPARED = ("bucket plan", "number of parameters", "of values", "step", "ended backwards", "checksum of parameters")
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @runtime_checkable
@@ -65,21 +67,23 @@ class ManagedAllReduceAlgorithm(CollectiveChain):
         super().__init__(process_group)
         self.num_collectives = 1 if process_group.size() == 1 else 2
         self._manager = manager
-        self._sizes = (0, 0)  # the numbers of parameters and of their values
+        self._parameters: list[Parameter] = []
         self._values: tuple[int, ...] = ()  # that are compared in this iteration
         self._comparisons: list[_Comparison] = []  # under way
         self._is_newcomer = True  # has not compared anything yet
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
         super().attach(parameters)
-        self._sizes = len(parameters), sum(parameter.numel() for parameter in parameters.values())
-        self._device = next(iter(parameters.values())).device
+        self._parameters = list(parameters.values())
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
         if bucket.spec.index == 0:
             self._manager.wait_quorum()  # the step of a replica that heals is not known before
-            self._values = (int(bucket.plan_digest[:15], 16), *self._sizes, self._manager.current_step())
-            self._comparisons = [_Comparison(self._manager, (*self._values, 0), self._device)]
+            step, num_values = self._manager.current_step(), sum(parameter.numel() for parameter in self._parameters)
+            self._values = (int(bucket.plan_digest[:15], 16), len(self._parameters), num_values, step)
+            # Later on replicas have got the state of one that has trained; at first their seeds may differ.
+            checksum = _checksum(self._parameters) if step == 0 else 0
+            self._comparisons = [self._compare(0, checksum)]
             if self._is_newcomer:
                 # Other buckets would end processes: gloo terminates them. Those that have trained go on without it.
                 self._end_comparisons()
@@ -90,8 +94,15 @@ class ManagedAllReduceAlgorithm(CollectiveChain):
     def after_backward(self) -> None:
         assert self._side_stream is not None  # buckets were launched
         with self._side_stream.on():
-            self._comparisons.append(_Comparison(self._manager, (*self._values, 1), self._device))
+            self._comparisons.append(self._compare(1, 0))
             self._end_comparisons()
+
+    def _compare(self, num_ended: int, checksum: int) -> _Comparison:
+        values = (*self._values, num_ended, checksum)
+        sent = torch.tensor([*values, *(_LIMIT - value for value in values)], device=self._parameters[0].device)
+        if self.num_collectives == 2 and not num_ended:  # torchft may bring the ranks of a replica apart
+            dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.process_group)
+        return _Comparison(self._manager, values, sent)
 
     def _end_comparisons(self) -> None:
         comparisons, self._comparisons = self._comparisons, []
@@ -103,11 +114,11 @@ class ManagedAllReduceAlgorithm(CollectiveChain):
 class _Comparison:
     """Tells whether this replica and those that take part have the same values."""
 
-    def __init__(self, manager: ReplicaManager, values: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, manager: ReplicaManager, values: tuple[int, ...], sent: Tensor) -> None:
         self._manager = manager
         self._values = values
-        self._sent = torch.tensor([*values, *(_LIMIT - value for value in values)], device=device)
-        self._work = manager.allreduce(self._sent, reduce_op=dist.ReduceOp.MAX)
+        self._sent = sent
+        self._work = manager.allreduce(sent, reduce_op=dist.ReduceOp.MAX)
 
     def succeeds(self) -> bool:
         """Wait; False if the manager has an error, after which ``should_commit`` refuses the step.
@@ -124,14 +135,22 @@ class _Comparison:
         if differing := [_difference(name, *values) for name, *values in rows if len(set(values)) > 1]:
             raise ReductionError(
                 f"{this_rank()}: the replicas differ: {'; '.join(differing)}. The gradients of this step must not be"
-                " used. Start every replica with the same model, settings and versions, and with the same bucket_plan="
-                " if only the plans differ; call should_commit() once after each backward"
+                " used. Start every replica with the same model, settings, versions and seed, and with the same"
+                " bucket_plan= if only the plans differ; call should_commit() once after each backward"
             )
         return True
 
 
+def _checksum(parameters: Sequence[Tensor]) -> int:
+    """Of their bits, from 1 on."""
+    tensors = torch_internals.local_tensors([parameter.detach() for parameter in parameters])
+    sums = torch.stack([tensor.view(_BITS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in tensors]).tolist()
+    return 1 + functools.reduce(lambda total, value: (31 * total + value) % (_LIMIT - 1), sums, 0)
+
+
 def _difference(name: str, here: int, smallest: int, largest: int) -> str:
-    texts = [f"{value:015x}" if name == "bucket plan" else str(value) for value in (here, smallest, largest)]
+    is_hash = name in ("bucket plan", "checksum of parameters")
+    texts = [f"{value:015x}" if is_hash else str(value) for value in (here, smallest, largest)]
     return "{} {} here, from {} to {} in the replicas that take part".format(name, *texts)
 
 

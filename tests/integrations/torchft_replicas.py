@@ -1,4 +1,4 @@
-"""A replica of torchft in a process of its own, for test_torchft.py. It writes down what every step has done."""
+"""A rank of a replica of torchft, for test_torchft.py. It writes down what every step has done."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
 
 
-def loss_of(net: nn.Module, replica: int, step: int) -> Tensor:
-    """Of the replica's batch in a step."""
-    torch.manual_seed(1000 * step + replica)
+def loss_of(net: nn.Module, replica: int, rank: int, step: int) -> Tensor:
+    """Of the batch of a replica's rank in a step."""
+    torch.manual_seed(1000 * step + 10 * replica + rank)
     return net(torch.randn(ROWS, WIDTH)).square().mean()
 
 
@@ -61,47 +61,51 @@ def steps_in(log: Path) -> list[Step]:
     return steps
 
 
-def run_replica(
-    path: list[str],
-    replica: int,
-    life: int,
-    lighthouse: str,
-    folder: Path,
-    settings: dict[str, Any],
-    bucket_cap_mb: float,
-) -> None:
-    """Train as one replica until the file ``stop`` names a step that has been committed."""
+class Start(NamedTuple):
+    """What a rank of a replica is told when it starts; ``life`` counts the starts of its replica."""
+
+    replica: int
+    life: int
+    rank: int
+    num_ranks: int
+    lighthouse: str
+    folder: Path
+    settings: dict[str, Any]  #: of the manager
+    bucket_cap_mb: float
+
+    def file(self, kind: str) -> Path:
+        return self.folder / f"{kind}_{self.replica}_{self.life}_{self.rank}"
+
+
+def run_rank(path: list[str], start: Start) -> None:
+    """Train as one rank of a replica until the file ``stop`` names a step that has been committed."""
     begin_copy(path)
     try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        of_replica = dist.FileStore(str(start.folder / f"store_{start.replica}_{start.life}"), start.num_ranks)
+        dist.init_process_group("gloo", store=of_replica, rank=start.rank, world_size=start.num_ranks)
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        net = make_net(seed=10 * replica + life)
+        port = [store.port]
+        dist.broadcast_object_list(port, src=0)
+        net = make_net(seed=start.life)
         optimizer = make_optimizer(net)
-        with make_manager(replica, lighthouse, store.port, settings, net, optimizer) as manager:
+        with make_manager(start, port[0], net, optimizer) as manager:
             algorithm = ManagedAllReduce(manager)
-            model = ddp_compile(net, algorithm=algorithm, backend="aot_eager", bucket_cap_mb=bucket_cap_mb)
-            if life > 0:  # compiled before it joins, so that the others need not wait for that
+            model = ddp_compile(net, algorithm=algorithm, backend="aot_eager", bucket_cap_mb=start.bucket_cap_mb)
+            if start.life > 0:  # compiled before it joins, so that the others need not wait for that
                 with no_sync(model):
-                    loss_of(model, replica, 0).backward()
-            (folder / f"ready_{replica}_{life}").touch()
-            while not (folder / "go").exists():  # in the first step the lighthouse knows of both
+                    loss_of(model, start.replica, start.rank, 0).backward()
+            start.file("ready").touch()
+            while not (start.folder / "go").exists():  # in the first step the lighthouse knows of both
                 time.sleep(STEP_S)
-            train(model, optimizer, manager, replica, folder / f"replica_{replica}_{life}", folder / "stop")
+            train(model, optimizer, manager, start)
     except BaseException:
-        (folder / f"error_{replica}_{life}").write_text(traceback.format_exc())
+        start.file("error").write_text(traceback.format_exc())
         raise
 
 
 @contextmanager
-def make_manager(
-    replica: int,
-    lighthouse: str,
-    store_port: int,
-    settings: dict[str, Any],
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> Iterator[Any]:
-    """A torchft.Manager of a replica of one rank."""
+def make_manager(start: Start, port: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """A torchft.Manager of one rank of a replica."""
     from torchft import Manager, ProcessGroupGloo
 
     def load(state: dict[str, Any]) -> None:
@@ -115,14 +119,14 @@ def make_manager(
         state_dict=lambda: {"net": net.state_dict(), "optimizer": optimizer.state_dict()},
         min_replica_size=1,
         timeout=timeout,
-        rank=0,
-        world_size=1,
+        rank=start.rank,
+        world_size=start.num_ranks,
         store_addr="localhost",
-        store_port=store_port,
-        lighthouse_addr=lighthouse,
-        replica_id=f"replica_{replica}",
+        store_port=port,
+        lighthouse_addr=start.lighthouse,
+        replica_id=f"replica_{start.replica}",
         hostname="localhost",
-        **settings,
+        **start.settings,
     )
     try:
         yield manager
@@ -130,13 +134,14 @@ def make_manager(
         manager.shutdown()
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, manager: Any, replica: int, log_path: Path, stop: Path) -> None:
-    with log_path.open("wb", buffering=0) as log:
+def train(model: Any, optimizer: torch.optim.Optimizer, manager: Any, start: Start) -> None:
+    stop = start.folder / "stop"
+    with start.file("steps").open("wb", buffering=0) as log:
         while not stop.exists() or manager.current_step() < int(stop.read_text()):
             time.sleep(STEP_S)
             optimizer.zero_grad()
             manager.start_quorum()
-            loss_of(model, replica, manager.current_step()).backward()
+            loss_of(model, start.replica, start.rank, manager.current_step()).backward()
             number, num, takes_part = manager.current_step(), manager.num_participants(), manager.is_participating()
             gradients = [parameter.grad.clone() for parameter in model.parameters()]
             if manager.should_commit():

@@ -118,8 +118,8 @@ def test_replicas_of_one_rank_say_when_they_send() -> None:
 #: Of the second replica: settings, layers, the manager's step; and the error.
 DIFFERENCES: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "buckets": ({"bucket_cap_mb": 1.0, "first_bucket_cap_mb": 1.0}, 3, 0, "the replicas differ: bucket plan [0-9a-f]"),
-    "models": ({}, 2, 0, r"number of parameters (6|4) here, from 4 to 6 in the replicas that take part; number of"),
-    "steps": ({}, 3, 1, r"the replicas differ: step of the manager (0|1) here, from 0 to 1 in the replicas that"),
+    "models": ({}, 2, 0, r"number of parameters (6|4) here, from 4 to 6 in the replicas that take part; of values"),
+    "steps": ({}, 3, 1, r"the replicas differ: step (0|1) here, from 0 to 1 in the replicas that"),
 }
 
 
@@ -138,6 +138,23 @@ def test_replicas_that_differ_are_an_error_before_a_bucket_is_sent(differs: str)
     assert manager.num_sent == 1
 
 
+@on_ranks(4)
+def test_parameters_that_differ_in_the_first_step_are_an_error_on_every_rank() -> None:
+    """torchft may give the ranks of a replica the parameters of different replicas."""
+    own, across = own_groups(2)
+    manager = FakeManager()
+    manager.start_quorum(across)
+    net = seeded(make_net)
+    model = replicate(net, own, manager)
+    if dist.get_rank() == 3:
+        net[1].bias.data[0] += 1e-6
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(ReductionError, match="differ: checksum of parameters"),
+    ):
+        loss_of(model, 0, 0).backward()
+
+
 @on_ranks(2)
 def test_steps_that_part_later_are_an_error_at_the_end_of_the_backward() -> None:
     own, across = own_groups(1)
@@ -148,7 +165,7 @@ def test_steps_that_part_later_are_an_error_at_the_end_of_the_backward() -> None
         loss_of(model, 0, 0).backward()
         manager.step += dist.get_rank()  # one has called should_commit() twice
         manager.start_quorum(across)
-        with pytest.raises(ReductionError, match=r"step of the manager (0|1) here, from 0 to 1"):
+        with pytest.raises(ReductionError, match=r"step (0|1) here, from 0 to 1"):
             loss_of(model, 1, 0).backward()
 
 
@@ -215,6 +232,19 @@ def test_it_is_refused_beside_what_only_one_replica_would_know() -> None:
     for setting in ("find_unused_parameters", "static_graph", "check_finite_gradients"):
         with pytest.raises(ReplicationError, match=f"managed replicas cannot be used with {setting}=True"):
             replicate(seeded(make_net), own, FakeManager(), **{setting: True})
+
+
+@on_ranks(2)
+def test_models_share_a_manager() -> None:
+    own, across = own_groups(1)
+    manager = FakeManager()
+    manager.start_quorum(across)
+    first, second = (replicate(seeded(make_net, seed), own, manager) for seed in (3, 4))
+    with torch.compiler.set_stance("force_eager"):
+        (loss_of(first, 0, dist.get_rank()) + loss_of(second, 0, dist.get_rank())).backward()
+    for model, seed in ((first, 3), (second, 4)):
+        for parameter, gradient in zip(model.parameters(), expected(seeded(make_net, seed), 0, range(2)), strict=True):
+            assert relative_difference(parameter.grad, gradient) < 1e-5
 
 
 def test_other_objects_are_refused() -> None:
