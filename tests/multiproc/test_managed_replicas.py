@@ -113,6 +113,7 @@ def test_replicas_of_one_rank_say_when_they_send() -> None:
     model = replicate(seeded(make_net), own, manager)
     loss_of(model, 0, 0).backward()
     assert_buckets_launched_early(model)
+    assert "bucket 0 launched early: after the backward of a partition" in str(model.explain())
 
 
 #: Of the second replica: settings, layers, the manager's step; and the error.
