@@ -26,8 +26,9 @@ _ALGORITHMS: Mapping[str, Callable[[], AlgorithmConfig]] = {
     "shift-one": lambda: Decentralized(peer_selection="shift_one"),
     "low-precision": LowPrecisionDecentralized,
     "local-sgd": lambda: LocalSGD(period=4, warmup_steps=10),
-    "diloco": lambda: DiLoCo(sync_every=10),
-    "diloco-bytes": lambda: DiLoCo(sync_every=10, wire_dtype=torch.uint8),
+    # A cycle of few steps needs a smaller outer momentum than the default, which is for hundreds of steps.
+    "diloco": lambda: DiLoCo(sync_every=10, outer_momentum=0.6),
+    "diloco-bytes": lambda: DiLoCo(sync_every=10, outer_momentum=0.6, wire_dtype=torch.uint8),
     "async": lambda: AsyncModelAverage(sync_interval_ms=100, warmup_steps=10),
 }
 NAMES = (*_ALGORITHMS, "qadam")

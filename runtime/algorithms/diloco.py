@@ -359,7 +359,8 @@ class DiLoCo(AlgorithmConfig):
         wire_dtype: ``torch.float32``, ``torch.bfloat16``, or ``torch.uint8``: eight bits a value, relative to the
             smallest and largest value of a chunk for each rank. What they lose is added the next time.
         outer_lr: Learning rate of the outer optimizer.
-        outer_momentum: Its Nesterov momentum; 0 with ``outer_lr=1`` averages parameters.
+        outer_momentum: Its Nesterov momentum; 0 with ``outer_lr=1`` averages parameters. The default is for cycles of
+            hundreds of steps; 0.6 was better for one of 10.
 
     Raises:
         ValueError: A setting is out of range.
