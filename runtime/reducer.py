@@ -284,7 +284,7 @@ class Reducer:
         phase = self._lifecycle.phase
         if self._early.arrived(index) and phase.state is not State.LAUNCHED:
             return
-        if self._stay_local:
+        if phase.state is State.LOCAL or (self._lifecycle.had_local_forward and self._is_of_local_forward):
             self.algorithm.sharding.backward_begins()
             self._note(index)
             self._local_steps.gradient_arrives(index)
@@ -297,16 +297,13 @@ class Reducer:
             self._arrive(index)
 
     @property
-    def _stay_local(self) -> bool:
-        """Whether gradients that come now are of a forward inside ``no_sync``.
+    def _is_of_local_forward(self) -> bool:
+        """Whether a gradient that comes now is of a forward inside ``no_sync``, although another backward is expected.
 
-        They are also if such a forward came after one whose backward is expected, and nothing has reached that one: its
-        backward comes later, or has raised in the loss.
+        Nothing has reached the forward of that one: it comes later, or it has raised in the loss.
         """
         lifecycle = self._lifecycle
-        if lifecycle.phase.state is State.ARMED and lifecycle.had_local_forward:
-            return self._monitor.awaits_backward
-        return lifecycle.phase.state is State.LOCAL
+        return lifecycle.had_local_forward and lifecycle.phase.state is State.ARMED and self._monitor.awaits_backward
 
     def _note(self, index: int) -> bool:
         """Record what a parameter holds on arrival; returns whether its gradient is undefined."""
@@ -428,7 +425,9 @@ class Reducer:
         """What happens to a computed bucket. None if it waits; otherwise the backward has begun."""
         wait, phase = (None, EarlyDecision.WAIT), self._lifecycle.phase
         is_alone = not self.buckets and not phase.after_forward  # see `BackwardsAlone`
-        if self._is_removed or not self._queue.sends or is_alone or self._stay_local or phase.state is State.FAILED:
+        if self._is_removed or not self._queue.sends or is_alone or phase.state in (State.LOCAL, State.FAILED):
+            return wait
+        if self._is_of_local_forward:
             return wait
         self.hooks_have_run()
         self._hooks.flush(param_indices[0])
