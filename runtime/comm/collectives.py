@@ -163,11 +163,10 @@ def ranks_unlike_rank_0(payload: bytes, process_group: dist.ProcessGroup, device
 
 def _are_equal(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks have the same bytes. Unlike an all-gather, it sends no more if there are more ranks."""
-    own = _to_tensor(payload, device)
-    extremes = torch.cat([own, 255 - own])  # the largest 255 - b stands for the smallest b
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
-    largest, complement = extremes.chunk(2)
-    return bool((largest == 255 - complement).all())
+    own = payload + bytes(255 - each for each in payload)  # the largest 255 - b stands for the smallest b
+    message = _to_tensor(own, device)
+    dist.all_reduce(message, dist.ReduceOp.MAX, group=process_group)
+    return _to_bytes(message) == own
 
 
 def _all_gather(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> dict[int, bytes]:
