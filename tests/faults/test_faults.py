@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import TORCHRUN_KILLS_AFTER_S, Run, is_complete, train, train_on_nodes
@@ -76,14 +77,20 @@ def test_a_rank_that_stands_still_is_started_again(
     assert "ReductionError" in run.output
 
 
-@needs_own_network
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
-def test_a_link_that_heals_in_time_changes_nothing(
-    way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
+@pytest.mark.parametrize(
+    ("fault", "settings"),
+    [
+        pytest.param("link cut and healed", {"is_isolated": True}, marks=needs_own_network),
+        ("store frozen", {"shares_store": True}),
+    ],
+)
+def test_what_passes_in_time_changes_nothing(
+    fault: str, settings: Any, way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
 ) -> None:
     expected = losses_of(way, undisturbed, tmp_path)
-    run = train(tmp_path, way, "link cut and healed", is_isolated=True)
+    run = train(tmp_path, way, fault, **settings)
     assert run.exit_code == 0 and run.left_behind == [], run.output
     assert [len(lives) for lives in run.lives] == [1, 1] and run.losses == expected
 
@@ -98,17 +105,6 @@ def test_a_link_that_is_cut_for_longer_than_the_timeout(
     run = train(tmp_path, way, "link cut", is_isolated=True)
     assert_resumed(run, expected, CHECKPOINT)
     assert "ReductionError" in run.output
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", WAYS)
-def test_a_store_that_freezes_stops_no_training(
-    way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
-) -> None:
-    expected = losses_of(way, undisturbed, tmp_path)
-    run = train(tmp_path, way, "store frozen", shares_store=True)
-    assert run.exit_code == 0 and run.left_behind == [], run.output
-    assert [len(lives) for lives in run.lives] == [1, 1] and run.losses == expected
 
 
 @needs_own_network
