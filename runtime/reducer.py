@@ -141,8 +141,11 @@ class Reducer:
         return bool(self.buckets) and self.is_between_steps and not self._lifecycle.phase.after_forward
 
     def replace_plan(self, proposed: BucketPlan) -> None:
-        """See `BucketSet.replace_plan`; call it if `may_replace_plan`."""
+        """See `BucketSet.replace_plan`; call it if `may_replace_plan`. What is sharded follows."""
+        sharding = self.algorithm.sharding
+        sharding.plan_changes()
         self._set.replace_plan(proposed)
+        sharding.follow_plan(self.buckets)
 
     # Records of steps.
 

@@ -4,9 +4,9 @@ Note [When a plan is measured and replaced]
 Training begins with the default capacities. Soon every rank measures some steps, as by ``model.measure()``. Before the
 next forward, rank 0 plans by medians over ranks and steps, and sends every rank the plan to go on with. So one slow
 step decides nothing, nor does one slow rank of three or more. Gradients, also those accumulated in ``no_sync``, and
-states of optimizers stay as they are. The training graphs are compiled once more, since the plan decides where they are
-cut and what they launch. Some steps of the new plan are measured too. If they are no shorter than those before, the
-old plan comes back.
+states of optimizers stay as they are; those of a sharded optimizer move to the ranks that step the new pieces. The
+training graphs are compiled once more, since the plan decides where they are cut and what they launch. Some steps of
+the new plan are measured too. If they are no shorter than those before, the old plan comes back.
 
 Every `AGAIN_AFTER` iterations a few steps are measured again. The plan is replaced again only if the link has become
 faster or slower by `LINK_FACTOR`. Between the measurements nothing is recorded and nothing is sent.
@@ -30,7 +30,7 @@ from ddp_compile.plan.costs import Collective, Costs
 from ddp_compile.plan.packing import replan
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.costs import collective_of, computation_of
-from ddp_compile.report.steps import StepReport
+from ddp_compile.report.steps import Kind, StepReport
 from ddp_compile.runtime.comm.link_sweep import measure_link
 from ddp_compile.runtime.desync.model_order import is_agreement_point
 
@@ -62,6 +62,7 @@ class AutomaticPlan:
 
     def __init__(self, replica: Replica, model: str, compile_again: Callable[[], None]) -> None:
         self._replica, self._model, self._compile_again = replica, model, compile_again
+        self._algorithm = replica.reducer.algorithm  # the one that is measured
         self._next_at = FIRST_MEASURED
         self._measurement: Measurement | None = None
         self._planned_for: Collective | None = None  # the link that the last decision was made for
@@ -78,6 +79,8 @@ class AutomaticPlan:
         reducer = self._replica.reducer
         if not reducer.may_replace_plan:
             return
+        if reducer.algorithm is not self._algorithm:
+            self._begin_again()
         if self._measurement is not None:
             if self._measurement.is_over:
                 measurement, self._measurement = self._measurement, None
@@ -90,6 +93,13 @@ class AutomaticPlan:
         if self._measurement is not None:
             self._measurement.abandon()
             self._measurement = None
+
+    def _begin_again(self) -> None:
+        """The optimizer is sharded from now on, or not any more, on every rank: what was measured holds no longer."""
+        self.make_way()
+        self._algorithm = self._replica.reducer.algorithm
+        self._planned_for, self._is_on_trial, self._trial = None, False, None
+        self._next_at = self._replica.reducer.iteration_number + FIRST_MEASURED
 
     @property
     def _user_measures(self) -> bool:
@@ -161,11 +171,14 @@ class AutomaticPlan:
         """By the transfers of the steps; if they determine no line, by transfers of their own. On every rank."""
         gradients, group = self._replica.builder.gradients, self._replica.process_group
         computation = computation_of(report, [g.fqn for g in gradients], [g.num_bytes for g in gradients])
+        kinds: list[Kind] = ["reduce", "gather"] if self._replica.reducer.gathers_parameters else ["reduce"]
         try:
-            link = collective_of(report, group.size())
+            transfers = [collective_of(report, group.size(), kind) for kind in kinds]
         except ValueError:
             link = measure_link(group, self._replica.device)
-        return computation.with_transfers(link)
+            part = 1 / len(kinds)  # a reduce-scatter and an all-gather are an all-reduce together
+            transfers = [Collective(latency_s=link.latency_s * part, s_per_byte=link.s_per_byte * part) for _ in kinds]
+        return computation.with_transfers(*transfers)
 
 
 class _Trial(NamedTuple):

@@ -144,7 +144,7 @@ EXCLUSIONS = (
         "Lightning clips, logs and saves whole gradients and states",
         "Leave shard_optimizer out"),
     Exclusion(
-        Feature.AUTOMATIC_PLAN, (Feature.SHARDED_OPTIMIZER, Feature.ALGORITHM, Feature.COMM_HOOK, Feature.JOIN),
+        Feature.AUTOMATIC_PLAN, (Feature.ALGORITHM, Feature.COMM_HOOK, Feature.JOIN),
         "the plan is computed for the all-reduce of all ranks, and replacing it would lose what is kept for each"
         " bucket",
         "Measure with model.measure(), save a plan by python -m ddp_compile plan --profile, and pass it as"

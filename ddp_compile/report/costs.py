@@ -7,11 +7,13 @@ are medians over ranks and steps, so one slow rank, or a slow step, does not mov
 
 A report knows when a whole bucket was ready. Its gradients are taken to have come evenly by bytes since the bucket
 before it. When the forward reads a parameter is not measured: it is taken to read them in the opposite order, evenly by
-the time of their gradients. The optimizer's time is not in a report.
+the time of their gradients. A report knows the optimizer's time only if that is sharded: from the launch of one
+bucket's gather to that of the next one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from statistics import median
 
@@ -54,11 +56,13 @@ def computation_of(report: StepReport, names: Sequence[str], sizes: Sequence[int
         before_s = ready_s
     forward_s = max(0.0, median(rank.backward_began - rank.began for rank in ranks if rank.backward_began is not None))
     launches = [t.launch_returned - t.launched for rank in ranks for t in rank.transfers]
+    steps_s = [time for rank in ranks for time in _step_s_per_byte(rank)]
     return Computation(
         ready_s=[ready_of_name[name] for name in names],
         needed_s=[forward_s * (1 - ready_of_name[name] / before_s) if before_s else 0.0 for name in names],
         forward_s=forward_s,
         launch_s=max(0.0, median(launches)),
+        step_s_per_byte=max(0.0, median(steps_s)) if steps_s else 0.0,
     )
 
 
@@ -96,6 +100,13 @@ def _ready_s(rank: RankStep, bucket: int) -> float | None:
     assert rank.backward_began is not None
     ready = [transfer.ready for transfer in rank.transfers if (transfer.bucket, transfer.kind) == (bucket, "reduce")]
     return max(0.0, ready[-1] - rank.backward_began) if ready else None
+
+
+def _step_s_per_byte(rank: RankStep) -> Iterable[float]:
+    """Seconds for each byte of a bucket, of the buckets that a sharded optimizer steps after another one."""
+    gathers = [transfer for transfer in rank.transfers if transfer.kind == "gather" and transfer.num_bytes]
+    for before, after in itertools.pairwise(gathers):
+        yield (after.launched - before.launch_returned) / after.num_bytes
 
 
 def _times(times: Iterable[float | None]) -> list[float]:

@@ -33,14 +33,19 @@ class DiLoCoAlgorithm(ParameterAverage):
     At its own step of each cycle of H, every rank sends g - x, where x are its parameters. With d, the mean over the
     ranks, m becomes momentum m + d, and g becomes g - lr (d + momentum m). Then x becomes (1 - alpha) g + alpha x.
     These are the operations of ``torch.optim.SGD(nesterov=True)``, with d for the gradient, in the parameters' dtype.
+    The first cycle begins after warm-up, in which gradients are averaged.
     """
 
-    traits = Traits(payload="parameters", takes_dtypes=(torch.float32, torch.bfloat16, torch.float16))
-
     def __init__(self, process_group: dist.ProcessGroup, config: DiLoCo) -> None:
-        super().__init__(process_group)
+        super().__init__(process_group, warmup_steps=config.warmup_steps)
         self._config = config
+        has_warmup = config.warmup_steps > 0
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        self.traits = Traits(
+            payload="both" if has_warmup else "parameters", takes_sparse=not has_warmup, takes_dtypes=dtypes
+        )
         self.name = f"DiLoCo (every {config.sync_every} steps, {config.fragments} fragments"
+        self.name += f", after {config.warmup_steps} steps" if has_warmup else ""
         self.name += f", delayed by {config.fragment_sync_delay} with alpha {config.fragment_update_alpha}"
         self.name += f", {config.wire_dtype}, outer lr {config.outer_lr}, momentum {config.outer_momentum})"
         self._begins_anew = False  # parameters were loaded, but not g and m
@@ -70,8 +75,14 @@ class DiLoCoAlgorithm(ParameterAverage):
     @property
     def meets_others(self) -> bool:
         """Whether a fragment is sent or received after this step."""
-        step = self.num_steps + 1
+        step = self.num_steps + 1 - self._warmup_steps
         return self._begins_anew or any(fragment.acts_after(step) for fragment in self._fragments)
+
+    def before_forward(self, synchronize: bool) -> None:
+        """The forwards of the first step after warm-up read the parameters that the first cycle begins with."""
+        if 0 < self._warmup_steps == self.num_steps:
+            for fragment in self._fragments:
+                fragment.begin_anew()
 
     def after_backward(self) -> None:
         if self._begins_anew:
@@ -82,7 +93,7 @@ class DiLoCoAlgorithm(ParameterAverage):
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
         self._refuse_other_parameters(optimizers)
         for fragment in self._fragments:
-            fragment.act(self.num_steps)
+            fragment.act(self.num_steps - self._warmup_steps)
 
     def finish_exchanges(self) -> None:
         for fragment in self._fragments:
@@ -219,7 +230,7 @@ class _Fragment:
         return self._config.wire_dtype is torch.uint8 and self._group.size() > 1
 
     def acts_after(self, step: int) -> bool:
-        """Whether it sends or receives after this step, counted from 1."""
+        """Whether it sends or receives after this step, counted from 1; not in warm-up, whose steps are below."""
         delay = self._config.fragment_sync_delay
         return self._age(step) in ((0, delay, self._middle) if self._is_compressed else (0, delay))
 
@@ -361,6 +372,8 @@ class DiLoCo(AlgorithmConfig):
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its Nesterov momentum; 0 with ``outer_lr=1`` averages parameters. The default is for cycles of
             hundreds of steps; 0.6 was better for one of 10.
+        warmup_steps: Number of steps in which gradients are averaged first, as by ``GradientAllReduce()``. The paper's
+            models had been trained so for about a quarter of all steps.
 
     Raises:
         ValueError: A setting is out of range.
@@ -376,11 +389,13 @@ class DiLoCo(AlgorithmConfig):
     wire_dtype: torch.dtype = torch.float32
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         refuse_interval("DiLoCo", "sync_every", self.sync_every)
         refuse_interval("DiLoCo", "fragments", self.fragments)
         refuse_interval("DiLoCo", "fragment_sync_delay", self.fragment_sync_delay, least=0)
+        refuse_interval("DiLoCo", "warmup_steps", self.warmup_steps, least=0)
         if self.fragment_sync_delay >= self.sync_every:
             raise ValueError(
                 f"DiLoCo(fragment_sync_delay={self.fragment_sync_delay}) must be less than"

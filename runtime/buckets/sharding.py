@@ -30,6 +30,16 @@ class Sharding:
     def record_into(self, records: NoRecords) -> None:
         """From now on, tell these records of gathers and of waits for them."""
 
+    def plan_changes(self) -> None:
+        """The plan is about to be replaced, on every rank, between two iterations.
+
+        Raises:
+            ReplicationError: What is sharded cannot follow.
+        """
+
+    def follow_plan(self, buckets: Sequence[Bucket]) -> None:
+        """The module has these buckets from now on, in plan order."""
+
     def backward_begins(self) -> None:
         """A backward has brought its first gradients; inside ``no_sync`` called for each gradient."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -159,12 +159,67 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     def _shard(self, buckets: Sequence[Bucket]) -> None:
         for optimizer in self._optimizers:
-            optimizer.before_sharding()
+            optimizer.before_sharding("the first backward with a sharded optimizer")
+        self._lay_out(buckets)
+        for optimizer in self._optimizers:
+            optimizer.shard(self.buckets)
+
+    def _lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """Move the parameters into the flat buffers of these buckets, and have other pieces."""
         shared = self._transfers, self._master_weights
         self._reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
         self._gradients.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
-        for optimizer in self._optimizers:
-            optimizer.shard(self.buckets)
+
+    # Another plan.
+
+    def plan_changes(self) -> None:
+        """See `Sharding.plan_changes`."""
+        self._reader.wait()
+        for bucket in self.buckets:
+            bucket.take_edits()
+        self._gradients.take_edits()
+        self._gradients.remove()
+        for optimizer in self._optimizers if self.buckets else ():
+            optimizer.before_sharding("a change of the bucket plan")
+
+    def follow_plan(self, buckets: Sequence[Bucket]) -> None:
+        """See `Sharding.follow_plan`."""
+        before = self.buckets
+        if before and [bucket.spec for bucket in before] != [bucket.spec for bucket in buckets]:
+            with self._transfers.on_every_rank("a change of the bucket plan"):
+                kept = self._gradients_of_all(before)
+                self._lay_out(buckets)
+                for optimizer in self._optimizers:
+                    optimizer.follow(self.buckets)
+                for bucket in before:
+                    self._move_values(bucket, kept)
+                self._gradients.note_moved({index for index, is_stale in kept.items() if is_stale})
+        self._gradients.show_again()
+
+    def _gradients_of_all(self, buckets: Sequence[ShardedBucket]) -> dict[int, bool]:
+        """Numbers of the parameters that have a reduced gradient on any rank: whether it is stale there."""
+        found = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._parameters[0].device)
+        for piece in (piece for bucket in buckets for piece in bucket.pieces):
+            if piece.stepped.grad is not None:
+                found[piece.index] = 1 + self._gradients.is_stale(piece)
+        self._transfers.all_reduce(found, dist.ReduceOp.MAX)
+        return {index: value == 2 for index, value in enumerate(found.tolist()) if value}
+
+    def _move_values(self, before: ShardedBucket, with_gradient: Collection[int]) -> None:
+        """Give the new pieces what those of a bucket of the plan before have: copies in float32, and gradients."""
+        place_of = {piece.index: (bucket, piece) for bucket in self.buckets for piece in bucket.pieces}
+        if before.is_copied:
+            for index, values in before.gather_whole(lambda piece: piece.stepped, before.stepped_dtype).items():
+                if index in place_of:
+                    bucket, piece = place_of[index]
+                    piece.stepped.data.copy_(bucket.part_of(piece, values))
+        if not any(index in with_gradient for index in before.param_indices):
+            return
+        for index, gradient in before.whole_gradients(before.stepped_dtype).items():
+            if index in place_of:
+                bucket, piece = place_of[index]
+                optimizer = next(each for each in self._optimizers if index in each.indices)
+                optimizer.set_gradient(piece, bucket.part_of(piece, gradient))
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """See `Sharding.zero_gradients`."""
@@ -228,7 +283,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
     def forward_ends(self, as_one_graph: bool, has_waited: bool) -> None:
         """See `Sharding.forward_ends`."""
         if not torch_internals.is_inside_backward():  # in a checkpoint: its backward has begun
-            self._gradients.show_again()
+            self._gradients.forward_ends()
         self._reader.after_forward(as_one_graph, has_waited)
 
     def explain(self) -> list[str]:

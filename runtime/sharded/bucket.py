@@ -102,7 +102,12 @@ class ShardedBucket:
             is_low = first.dtype in (torch.bfloat16, torch.float16)
             self.stepped_dtype = torch.float32 if master_weights and is_low else first.dtype  #: of the pieces
             self.pieces = self._make_pieces()
-            self._copied_pieces = self.pieces if self.stepped_dtype != first.dtype else []
+            self._copied_pieces = self.pieces if self.is_copied else []
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether pieces are copies in float32, and not views of the flat buffer."""
+        return self.stepped_dtype != self.flat.dtype
 
     def _make_pieces(self) -> list[Piece]:
         rank = self._transfers.rank
@@ -206,7 +211,7 @@ class ShardedBucket:
 
     # Conversions.
 
-    def assemble(self, shards: Tensor) -> dict[int, Tensor]:
+    def _assemble(self, shards: Tensor) -> dict[int, Tensor]:
         """For each parameter a new tensor of its shape and strides, from one that holds all shards, of any dtype."""
         assembled = {}
         for index, place, offset in zip(self.param_indices, self._layout.views, self._offsets, strict=True):
@@ -214,18 +219,36 @@ class ShardedBucket:
             assembled[index] = values.as_strided(place.shape, place.stride())
         return assembled
 
-    def whole_gradients(self) -> dict[int, Tensor]:
-        """A new tensor for each parameter that has a gradient on any rank; to be called on every rank."""
-        present = torch.zeros(len(self.parameters), dtype=torch.int64, device=self.flat.device)
-        shards = torch.zeros_like(self.flat)
+    def gather_whole(self, value_of: Callable[[Piece], Tensor | None], dtype: torch.dtype) -> dict[int, Tensor]:
+        """What the ranks have for their pieces, put together; to be called on every rank.
+
+        Args:
+            value_of: A tensor of the piece's shape, or None for zeros.
+            dtype: Of the result.
+
+        Returns:
+            For each parameter a new tensor of its shape and strides.
+        """
+        shards = torch.zeros_like(self.flat, dtype=dtype)
         with torch.no_grad():
             for piece in self.pieces:
-                if piece.stepped.grad is not None:
-                    present[self._position(piece.index)] = 1
-                    piece.of_flat(shards).copy_(piece.stepped.grad.as_subclass(Tensor))
+                if (value := value_of(piece)) is not None:
+                    piece.of_flat(shards).copy_(value)
+            self._transfers.all_gather(shards, self.cut).wait()
+            return self._assemble(shards)
+
+    def whole_gradients(self, dtype: torch.dtype | None = None) -> dict[int, Tensor]:
+        """A new tensor for each parameter that has a gradient on any rank; to be called on every rank.
+
+        Args:
+            dtype: Of the tensors; that of the parameters if None.
+        """
+        present = torch.zeros(len(self.parameters), dtype=torch.int64, device=self.flat.device)
+        for piece in self.pieces:
+            if piece.stepped.grad is not None:
+                present[self._position(piece.index)] = 1
         self._transfers.all_reduce(present, dist.ReduceOp.MAX)
-        self._transfers.all_gather(shards, self.cut).wait()
-        values = self.assemble(shards)
+        values = self.gather_whole(_gradient_of, dtype or self.flat.dtype)
         is_present = zip(self.param_indices, present.tolist(), strict=True)
         return {index: values[index] for index, any_has in is_present if any_has}
 
@@ -245,3 +268,8 @@ class ShardedBucket:
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
+
+
+def _gradient_of(piece: Piece) -> Tensor | None:
+    gradient = piece.stepped.grad
+    return None if gradient is None else gradient.as_subclass(Tensor)

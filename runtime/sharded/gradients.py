@@ -121,10 +121,14 @@ class ShardedGradients:
         self._stepped_versions = {}
         self._not_zeroed = set()
 
-    def show_again(self) -> None:
-        """A forward has ended, and it may have no backward."""
-        self._show(index for index in self.reduced if self._parameters[index].grad is None)
+    def forward_ends(self) -> None:
+        """Bring back what was hidden before the forward, which may have no backward."""
+        self.show_again()
         self._makes_way = True
+
+    def show_again(self) -> None:
+        """After `remove`, set ``.grad`` again where it is None."""
+        self._show(index for index in self.reduced if self._parameters[index].grad is None)
 
     def _show(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -253,6 +257,19 @@ class ShardedGradients:
         self._stepped_versions |= {piece: g._version for piece, g in gradients.items() if g is not None}
         self._not_zeroed |= self.reduced & indices
 
+    def is_stale(self, piece: Piece) -> bool:
+        """Whether the gradient of a piece is unchanged since a step."""
+        gradient = piece.stepped.grad
+        return gradient is not None and gradient._version == self._stepped_versions.get(piece)
+
+    def note_moved(self, stale: Set[int]) -> None:
+        """Gradients have moved to other pieces. Parameters whose gradients were `is_stale` are given by number."""
+        versions = self._stepped_versions.items()
+        self._stepped_versions = {piece: version for piece, version in versions if piece.index == WITNESS}
+        for piece in self.pieces:
+            if piece.index in stale and (gradient := piece.stepped.grad) is not None:
+                self._stepped_versions[piece] = gradient._version
+
     def refuse_stale(self, pieces: Sequence[Piece], indices: Set[int]) -> None:
         """Raise if a gradient is unchanged since a step: whether the user meant to keep it cannot be known.
 
@@ -263,11 +280,7 @@ class ShardedGradients:
             pieces: Of one optimizer on this rank, and its witnesses.
             indices: Numbers of its parameters that have been reduced now.
         """
-        unchanged = {
-            piece.index
-            for piece in pieces
-            if piece.stepped.grad is not None and piece.stepped.grad._version == self._stepped_versions.get(piece)
-        }
+        unchanged = {piece.index for piece in pieces if self.is_stale(piece)}
         stale = unchanged & indices
         if WITNESS in unchanged:
             stale |= (self._not_zeroed & indices) - {piece.index for piece in pieces}

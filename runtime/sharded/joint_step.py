@@ -96,7 +96,9 @@ class JointStep:
         """An optimizer has stepped all its pieces."""
         self._due.remove(optimizer)
         self._stepping = None
-        if self._due:
+        if not self._due:
+            self._complete = set()  # their plan may be replaced
+        else:
             self._ended.append(streams.record(optimizer.buckets[0].flat.device))
         optimizer.note_step()
         self._reader.step_ends(is_last=not self._due)

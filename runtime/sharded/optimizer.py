@@ -105,9 +105,9 @@ class SteppedPieces:
         vars(self._optimizer).update(attributes)
         self._attributes += attributes
 
-    def before_sharding(self) -> None:
+    def before_sharding(self, when: str) -> None:
         """Refuse, on every rank, what cannot be sharded any more; before parameters are moved into flat buffers."""
-        with self._transfers.on_every_rank("the first backward with a sharded optimizer"):
+        with self._transfers.on_every_rank(when):
             of_all = self._transfers.objects_of_all(self._edit() or self._objection())
         for rank, objection in enumerate(of_all):
             if objection:
@@ -119,18 +119,37 @@ class SteppedPieces:
         Args:
             buckets: All of the module, in plan order.
         """
-        mine = [bucket for bucket in buckets if not self.indices.isdisjoint(bucket.param_indices)]
-        self.buckets = tuple(reversed(mine))  # about the order in which a forward reads them
-        self.pieces = [piece for bucket in mine for piece in bucket.pieces if piece.index in self.indices]
-        dtypes, device = sorted({bucket.stepped_dtype for bucket in mine}, key=str), mine[0].flat.device
-        empty = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
+        dtypes = sorted({bucket.stepped_dtype for bucket in self._mine(buckets)}, key=str)
+        empty = [torch.empty(0, dtype=dtype, device=buckets[0].flat.device) for dtype in dtypes]
         self._witnesses = [Piece(WITNESS, 0, 0, 0, 0, Parameter(values)) for values in empty]
-        self._divide({piece.index: piece.stepped for piece in self.pieces})
-        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, mine, self._transfers)
+        self._states = self._take(buckets)
         self._states.cut(self._loaded)
         self._loaded = None
         self._show(self._params)
         self._add_attributes({PIECES: self})
+
+    def follow(self, buckets: Sequence[ShardedBucket]) -> None:
+        """Step the pieces of another plan from now on, with the states of those before; to be called on every rank.
+
+        Args:
+            buckets: All of the module, in plan order.
+        """
+        before = self._states
+        assert before is not None
+        self._states = self._take(buckets)
+        before.hand_over_to(self._states)
+        self._show(self._params)
+
+    def _mine(self, buckets: Sequence[ShardedBucket]) -> list[ShardedBucket]:
+        return [bucket for bucket in buckets if not self.indices.isdisjoint(bucket.param_indices)]
+
+    def _take(self, buckets: Sequence[ShardedBucket]) -> ShardedStates:
+        """Have the pieces of these buckets; returns what converts their states."""
+        mine = self._mine(buckets)
+        self.buckets = tuple(reversed(mine))  # about the order in which a forward reads them
+        self.pieces = [piece for bucket in mine for piece in bucket.pieces if piece.index in self.indices]
+        self._divide({piece.index: piece.stepped for piece in self.pieces})
+        return ShardedStates(self._optimizer, self._numbers, self._whole, mine, self._transfers)
 
     def _divide(self, pieces: Mapping[int, Parameter]) -> None:
         """Find the pieces of each group in each bucket; parameters that are not sharded go with the last bucket."""
@@ -290,6 +309,10 @@ class SteppedPieces:
         for witness in self._witnesses:
             witness.zero(set_to_none=True)
             witness.accumulate(witness.stepped.detach(), self._unscaled)
+
+    def set_gradient(self, piece: Piece, values: Tensor) -> None:
+        """Let a piece have this gradient, of its shape and dtype."""
+        piece.stepped.grad = GradientShard.of(values, self._unscaled)
 
     def _unscaled(self, found_non_finite: Tensor) -> None:
         """A GradScaler has looked at gradients: all ranks step by them, or none does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_compile.errors import ReplicationError
-from ddp_compile.runtime.sharded.bucket import ShardedBucket
+from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharded.checkpoint import PartOfTensor
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
@@ -64,7 +65,7 @@ class ShardedStates:
     def join(self) -> None:
         """Give whole parameters their states again; to be called on every rank."""
         states = self._optimizer.state
-        gathered = self._gather()
+        gathered = self._gather_all(on_device=True)
         for piece in self._pieces.values():
             states.pop(piece.stepped, None)
         for parameter, index in self._whole:
@@ -75,6 +76,19 @@ class ShardedStates:
                     for key, value in gathered[index].items()
                 }
 
+    def hand_over_to(self, following: ShardedStates) -> None:
+        """Give the pieces of another plan these states as they are; to be called on every rank.
+
+        Whole states are there of one bucket at a time.
+        """
+        states, described = self._optimizer.state, self._describe_all(on_device=True)
+        for bucket in self._buckets:
+            whole = self._gather(bucket, described)
+            for piece in bucket.pieces:
+                states.pop(piece.stepped, None)
+            for index in whole.keys() & following._pieces.keys():
+                states[following._pieces[index].stepped] = following._cut(index, whole[index], keeps_dtypes=True)
+
     def whole(self, state_dict: Mapping[str, Any], names: Sequence[list[str] | None]) -> dict[str, Any]:
         """A state_dict of whole parameters from one of this rank's pieces; to be called on every rank."""
         places = range(len(self._whole))
@@ -82,7 +96,7 @@ class ShardedStates:
             {**group, **({} if of_group is None else {"param_names": list(of_group)}), "params": params}
             for group, of_group, params in zip(state_dict["param_groups"], names, self._grouped(places), strict=True)
         ]
-        return {**state_dict, "state": self._states_by(places, self._gather()), "param_groups": groups}
+        return {**state_dict, "state": self._states_by(places, self._gather_all()), "param_groups": groups}
 
     def parts(self, names: Sequence[str]) -> dict[str, Any]:
         """States by names, with this rank's part in the place of each tensor; to be called on every rank."""
@@ -145,14 +159,19 @@ class ShardedStates:
             for key, value in described.items()
         }
 
-    def _cut(self, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _cut(self, index: int, state: Mapping[str, Any], keeps_dtypes: bool = False) -> dict[str, Any]:
+        """A piece's part of the states of a whole parameter, in the dtypes that torch would load them in.
+
+        Args:
+            keeps_dtypes: In the dtypes that they have.
+        """
         piece, bucket = self._pieces[index], self._bucket_of[index]
-        shape, low = bucket.place_of(index).shape, bucket.flat.dtype
+        shape, low = bucket.place_of(index).shape, None if keeps_dtypes else bucket.flat.dtype
         cut = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape == shape:
-                keeps_dtype = not value.is_floating_point() or (bucket.has_owner(index) and value.dtype != low)
-                dtype = value.dtype if keeps_dtype else piece.stepped.dtype
+                is_own = not value.is_floating_point() or (bucket.has_owner(index) and value.dtype != low)
+                dtype = value.dtype if is_own or keeps_dtypes else piece.stepped.dtype
                 cut[key] = bucket.part_of(piece, value).to(piece.stepped.device, dtype)
             elif isinstance(value, Tensor) and value.dim() and not bucket.has_owner(index):
                 raise ValueError(
@@ -163,37 +182,44 @@ class ShardedStates:
                 cut[key] = _mapped(value, partial(_as_state_of, piece.stepped, low))
         return cut
 
-    def _gather(self) -> dict[int, dict[str, Any]]:
-        """States of whole parameters by their numbers, tensors on the CPU."""
-        gathered = {index: dict(state) for index, state in self._describe_all().items()}
-        for bucket in self._buckets:
-            states = {index: gathered[index] for index in bucket.param_indices if index in gathered}
-            kinds = {(key, value) for state in states.values() for key, value in state.items() if _is_cut(value)}
-            for key, dtype in sorted(kinds, key=repr):
-                shards = torch.zeros_like(bucket.flat, dtype=dtype)
-                for piece in bucket.pieces:
-                    value = self._optimizer.state.get(piece.stepped, {}).get(key)
-                    if isinstance(value, Tensor) and value.dim() and value.shape == piece.stepped.shape:
-                        piece.of_flat(shards).copy_(value)
-                self._transfers.all_gather(shards, bucket.cut).wait()
-                for index, value in bucket.assemble(shards.cpu()).items():
-                    if states.get(index, {}).get(key) == dtype:
-                        states[index][key] = value
-        return gathered
+    def _gather_all(self, on_device: bool = False) -> dict[int, dict[str, Any]]:
+        """States of whole parameters by their numbers, tensors on the CPU.
 
-    def _describe_all(self) -> dict[int, dict[str, Any]]:
-        """Of all ranks' pieces: the dtype of each tensor that is cut, and all other values."""
+        Args:
+            on_device: Numbers that are on the parameters' device stay there.
+        """
+        described = self._describe_all(on_device)
+        return {index: state for bucket in self._buckets for index, state in self._gather(bucket, described).items()}
+
+    def _gather(self, bucket: ShardedBucket, described: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The states of a bucket's whole parameters, from what `_describe_all` returns."""
+        states = {index: dict(described[index]) for index in bucket.param_indices if index in described}
+        kinds = {(key, value) for state in states.values() for key, value in state.items() if _is_cut(value)}
+        for key, dtype in sorted(kinds, key=repr):
+            for index, value in bucket.gather_whole(partial(self._state_to_cut, key), dtype).items():
+                if described.get(index, {}).get(key) == dtype:
+                    states[index][key] = value.cpu()
+        return states
+
+    def _state_to_cut(self, key: str, piece: Piece) -> Tensor | None:
+        value = self._optimizer.state.get(piece.stepped, {}).get(key)
+        is_cut = isinstance(value, Tensor) and value.dim() and value.shape == piece.stepped.shape
+        return value if is_cut else None
+
+    def _describe_all(self, on_device: bool = False) -> dict[int, dict[str, Any]]:
+        """Of all ranks' pieces: the dtype of each tensor that is cut, and all other values; see `_gather_all`."""
         described: dict[int, dict[str, Any]] = {}
         for of_rank in self._transfers.objects_of_all(self._describe()):
             described |= of_rank
-        return described
+        device = self._buckets[0].flat.device if on_device else torch.device("cpu")
+        return _mapped(described, lambda value: value.tensor.to(device) if isinstance(value, _OnDevice) else value)
 
     def _describe(self) -> dict[int, dict[str, Any]]:
         described: dict[int, dict[str, Any]] = {}
         for index, piece in self._pieces.items():
             bucket, of_piece = self._bucket_of[index], described.setdefault(index, {})
             for key, value in self._optimizer.state.get(piece.stepped, {}).items():
-                if isinstance(value, Tensor) and value.dim() and value.shape == piece.stepped.shape:
+                if self._state_to_cut(key, piece) is not None:
                     of_piece[key] = value.dtype
                 elif isinstance(value, Tensor) and value.dim() and not bucket.has_owner(index):
                     raise ReplicationError(
@@ -201,13 +227,25 @@ class ShardedStates:
                         f" the piece {list(piece.stepped.shape)}, so it cannot be put together with the other ranks'"
                     )
                 else:
-                    of_piece[key] = _mapped(value, lambda tensor: tensor.cpu().clone())
+                    of_piece[key] = _mapped(value, _sent)
         return {index: of_piece for index, of_piece in described.items() if of_piece}
 
 
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    """A number that an optimizer keeps on the parameters' device, as it is sent to other ranks: on the CPU."""
+
+    tensor: Tensor
+
+
+def _sent(tensor: Tensor) -> Tensor | _OnDevice:
+    copy = tensor.cpu().clone()
+    return copy if tensor.dim() or tensor.device.type == "cpu" else _OnDevice(copy)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """A state with its tensors replaced, which may be in lists and dicts."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | _OnDevice):
         return function(value)
     if isinstance(value, dict):
         return {key: _mapped(each, function) for key, each in value.items()}
@@ -216,7 +254,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _as_state_of(parameter: Parameter, other: torch.dtype, value: Tensor) -> Tensor:
+def _as_state_of(parameter: Parameter, other: torch.dtype | None, value: Tensor) -> Tensor:
     """A copy of a state for a parameter: numbers as they are, tensors of the dtype ``other`` in the parameter's."""
     if not value.dim():
         return value.clone()

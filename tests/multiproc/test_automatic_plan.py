@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +44,10 @@ class Links:
         if isinstance(link, ValueError):
             raise link
         num = len(plan._replica.builder.gradients)
-        return Costs(reduce=link, ready_s=[(num - i) * 1e-3 for i in range(num)])
+        costs = Costs(reduce=link, ready_s=[(num - i) * 1e-3 for i in range(num)])
+        if plan._replica.reducer.gathers_parameters:
+            costs = replace(costs, gather=link, needed_s=[i * 1e-3 for i in range(num)])
+        return costs
 
 
 #: As slow as the computation, so that boundaries between gradients pay.
@@ -135,6 +139,40 @@ def test_other_settings_stay_right(settings: dict[str, Any]) -> None:
         assert num_buckets(model) > before
 
 
+SHARDED = [(2, "forward", "inductor"), (2, "backward", "aot_eager"), (3, "backward", "inductor"), (3, "none", "eager")]
+
+
+@pytest.mark.parametrize(("world_size", "split", "backend"), only(SHARDED[1:2], SHARDED))
+@on_ranks()
+def test_a_sharded_optimizer_follows_the_plan(world_size: int, split: str, backend: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(automatic_plan, "AGAIN_AFTER", 4)
+        monkeypatch.setattr(automatic_plan, "MOST_LOSS", math.inf)
+        Links(monkeypatch, SLOW, SLOW, FAR)
+        sharded = make_model(split=split, backend=backend)
+        models = sharded, DistributedDataParallel(make_plain(sharded))
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
+        shard_optimizer(optimizers[0], sharded)
+        numbers = set()
+        for step in range(78):
+            torch.manual_seed(100 * step + dist.get_rank())
+            batch = torch.randn(4, WIDTH)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                loss = loss_of(model(batch))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            ours, theirs = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models)
+            assert relative_difference(ours, theirs) < (1e-6 if world_size == 2 else 1e-4)
+            numbers.add(num_buckets(sharded))
+        assert num_buckets(sharded) == 1 and sharded.bucket_plan.generation >= 2
+        assert max(numbers) > 4
+        ours, theirs = (optimizer.state_dict()["state"] for optimizer in optimizers)
+        for index, state in theirs.items():
+            for name, value in state.items():
+                assert torch.allclose(ours[index][name], value, rtol=1e-3, atol=1e-6), (index, name)
+
+
 @on_ranks(2)
 def test_a_plan_that_turns_out_slower_goes_and_the_log_says_what_came() -> None:
     records: list[str] = []
@@ -196,9 +234,6 @@ def test_what_excludes_it_is_refused_by_name() -> None:
         make_model(algorithm=ByteGrad())
     with pytest.raises(ValueError, match=r"bucket_cap_mb='auto' and bucket_plan='plan.json' each say what a bucket"):
         make_model(bucket_plan="plan.json")
-    model = make_model()
-    with pytest.raises(ReplicationError, match=r"cannot be used with .*: the plan is computed for the all-reduce"):
-        shard_optimizer(torch.optim.SGD(model.parameters()), model)
 
 
 @on_ranks(2)

@@ -36,6 +36,7 @@ CASES = {
     "bfloat16": DiLoCo(sync_every=2, wire_dtype=torch.bfloat16),
     "eight bits": DiLoCo(sync_every=2, wire_dtype=torch.uint8),
     "all of it": BYTES,
+    "after warm-up": DiLoCo(sync_every=3, fragments=2, fragment_sync_delay=1, warmup_steps=2),
 }
 
 
@@ -99,10 +100,14 @@ def simulate(simulation: Simulation, config: DiLoCo) -> Iterator[list[Part]]:
     parts, under_way = parts_of(simulation.models[0], config, simulation.size), {}
     for step in range(STEPS):
         simulation.compute_gradients(step)
+        if step < config.warmup_steps:
+            simulation.average_gradients()
         simulation.step()
+        if step + 1 == config.warmup_steps:
+            parts = parts_of(simulation.models[0], config, simulation.size)
         flats = simulation.flats()
         for number, part in enumerate(parts):
-            since = step + 1 - part.offset
+            since = step + 1 - config.warmup_steps - part.offset
             if since >= 0 and since % config.sync_every == 0:
                 ways = [part.outer.detach() - flat[part.where] for flat in flats]
                 under_way[number] = mean_of(ways, part, config.wire_dtype)
@@ -118,7 +123,7 @@ def simulate(simulation: Simulation, config: DiLoCo) -> Iterator[list[Part]]:
 
 # The order in which more than two ranks are added up decides how sums in bfloat16 are rounded.
 EVERYWHERE = [(name, size) for name in CASES for size in ((1, 2) if name == "bfloat16" else (1, 2, 3, 4))]
-IN_CI = [("fragments", 3), ("bfloat16", 2), ("eight bits", 2), ("all of it", 3)]
+IN_CI = [("fragments", 3), ("bfloat16", 2), ("eight bits", 2), ("all of it", 3), ("after warm-up", 3)]
 
 
 @pytest.mark.parametrize(("name", "world_size"), only(IN_CI, EVERYWHERE))

@@ -45,6 +45,12 @@ class Simulation:
             for micro_step in range(micro_steps_of(step)):
                 loss_of(model(batch(rank, step, micro_step))).backward()
 
+    def average_gradients(self) -> None:
+        for parameters in zip(*(model.parameters() for model in self.models), strict=True):
+            mean = torch.stack([p.grad for p in parameters]).sum(0) / self.size
+            for parameter in parameters:
+                parameter.grad = mean.clone()
+
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
@@ -121,10 +127,7 @@ def local_sgd(simulation: Simulation, config: LocalSGD) -> Iterator[None]:
     for step in range(STEPS):
         simulation.compute_gradients(step)
         if step < config.warmup_steps:
-            for parameters in zip(*(model.parameters() for model in simulation.models), strict=True):
-                mean = torch.stack([p.grad for p in parameters]).sum(0) / simulation.size
-                for parameter in parameters:
-                    parameter.grad = mean.clone()
+            simulation.average_gradients()
         simulation.step()
         if step >= config.warmup_steps and (step - config.warmup_steps) % config.period == 0:
             mean = torch.stack(simulation.flats()).sum(0) / simulation.size

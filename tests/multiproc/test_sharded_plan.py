@@ -1,0 +1,118 @@
+"""A sharded optimizer whose bucket plan is replaced: pieces, states and gradients follow, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import loss_of
+from rank_pool import Ranks, on_ranks
+from sharded_pairs import CAP_MB, KINDS, Pair, batch
+from test_sharded_refusals import said_by
+
+from ddp_compile.module.mixin import state_of
+from ddp_compile.plan.packing import pack
+from ddp_compile.plan.spec import BucketPlan, renumbered
+
+
+def replace_plan(model: Any, cap_mb: float) -> None:
+    """Between two steps, on every rank."""
+    state = state_of(model)
+    buckets = pack(reversed(state.builder.gradients), [int(cap_mb * 2**20)], state.builder.layout, frame=None)
+    state.reducer.replace_plan(BucketPlan(renumbered(buckets), model.bucket_plan.generation + 1))
+
+
+@torch.compiler.set_stance("force_eager")
+def followed(kind: str, settings: dict[str, Any]) -> list[int]:
+    pair = Pair(kind, **settings)
+    buckets = []
+    for cycle, cap_mb in enumerate((CAP_MB / 4, 1.0, CAP_MB)):
+        for step in range(3):
+            pair.train(3 * cycle + step, clips=step % 2 == 1)
+        buckets.append(len(pair.model.bucket_plan.buckets))
+        replace_plan(pair.model, cap_mb)
+        pair.compare()
+    pair.train(9)
+    pair.model.unwrap()
+    assert pair.dtype is torch.bfloat16 or not pair.differences()
+    return buckets
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_goes_on_bit_for_bit(ranks: Ranks, kind: str, world_size: int, dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and kind == "whitening":
+        pytest.skip("has float32 matrices for bfloat16 parameters")
+    for buckets in ranks(world_size).run(followed, kind, {"dtype": dtype}):
+        assert buckets[1] > buckets[0] > buckets[2] == 1
+
+
+@pytest.mark.parametrize("zeroed", ["to none", "in place", "hidden"])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_reduced_gradients_follow_and_may_be_zeroed(zeroed: str) -> None:
+    pair = Pair("two")
+    pair.train(0)
+    for part in range(3):
+        loss_of(pair.model((part + 1) * batch(4))).backward()
+        before = pair.model.full_gradients()
+        replace_plan(pair.model, CAP_MB / 4 if part % 2 else 1.0)
+        after = pair.model.full_gradients()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    pair.follow()
+    pair.step()
+    replace_plan(pair.model, CAP_MB)
+    if zeroed == "hidden":
+        for parameter in pair.model.parameters():
+            parameter.grad.zero_()
+    else:
+        for each in pair.optimizers:
+            each.zero_grad(set_to_none=zeroed == "to none")
+    pair.compare()
+    pair.train(1)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_gradients_that_are_not_zeroed_are_still_noticed() -> None:
+    pair = Pair("two")
+    pair.train(0)
+    loss_of(pair.model(batch(1))).backward()
+    pair.follow()
+    pair.step()
+    replace_plan(pair.model, 1.0)
+    loss = loss_of(pair.model(batch(2)))
+    assert "from before the last step, taken or skipped, has not been zeroed" in said_by(loss.backward)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_local_gradients_stay_local() -> None:
+    pair = Pair("muon")
+    pair.train(0)
+    with pair.model.no_sync():
+        loss_of(pair.model(batch(1))).backward()
+    replace_plan(pair.model, 1.0)
+    loss_of(pair.model(2 * batch(1))).backward()
+    pair.follow()
+    pair.step()
+    for each in pair.optimizers:
+        each.zero_grad()
+    pair.compare()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_group_that_was_edited_on_one_rank_is_named_on_every_rank() -> None:
+    pair = Pair("two")
+    pair.train(0)
+    group = pair.optimizers[0].param_groups[0]
+    kept = list(group["params"])
+    if dist.get_rank() == 1:
+        group["params"] = kept[:-1]
+    assert "rank 1: group[\"params\"]" in said_by(lambda: replace_plan(pair.model, 1.0))
+    group["params"] = kept
+    pair.train(1)
