@@ -1,4 +1,4 @@
-"""Mean steps of whole cycles of DiLoCo on a slow simulated link, beside the all-reduce on that link and without a link.
+"""Mean steps of whole cycles of DiLoCo on a slow simulated link, beside computation alone and the all-reduce.
 
     python benchmarks/bench_diloco.py [--model gpt-small] [--rate 1e8] [--sync-every 100] [--rounds 3]
 
@@ -25,15 +25,14 @@ from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_g
 from ddp_compile.bench.training import Training
 from ddp_compile.bench.workloads import make_workload
 
-#: Transfers take no time that can be seen. What remains of an all-reduce is its launches, so the computation by itself
-#: takes a little less.
-NO_LINK = 1e13
+#: ``torch.compile`` of the model, which sends nothing.
+ALONE = "computation alone"
 
 
 def settings_of(sync_every: int) -> dict[str, dict[str, Any]]:
     delayed = {"fragments": 4, "fragment_sync_delay": min(10, sync_every - 1), "fragment_update_alpha": 0.5}
     return {
-        "all-reduce, no link": {},
+        ALONE: {},
         "all-reduce": {},
         "DiLoCo": {"algorithm": DiLoCo(sync_every=sync_every)},
         "DiLoCo, 4 fragments, delayed": {"algorithm": DiLoCo(sync_every=sync_every, **delayed)},
@@ -41,13 +40,11 @@ def settings_of(sync_every: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def train(model: str, settings: dict[str, Any]) -> Training:
+def train(model: str, name: str, settings: dict[str, Any]) -> Training:
     chosen = WorkloadSettings(model=model, optimizer="adamw", device="cpu")
     workload = make_workload(chosen)
-    replicated: Any = ddp_compile(workload.model, **settings)
-    return Training(
-        Implementation(forward=replicated, no_sync=replicated.no_sync), workload.model, workload, chosen, 0, 1
-    )
+    compiled: Any = torch.compile(workload.model) if name == ALONE else ddp_compile(workload.model, **settings)
+    return Training(Implementation(forward=compiled), workload.model, workload, chosen, 0, 1)
 
 
 def main() -> None:
@@ -60,27 +57,28 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="CSV file (default: only print)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    init_simulated_process_group(LinkModel.from_rate(NO_LINK, arguments.ranks), torch.device("cpu"))
-    trainings = {name: train(arguments.model, settings) for name, settings in settings_of(arguments.sync_every).items()}
+    init_simulated_process_group(LinkModel.from_rate(1e13, arguments.ranks), torch.device("cpu"))
+    trainings = {
+        name: train(arguments.model, name, settings) for name, settings in settings_of(arguments.sync_every).items()
+    }
     for training in trainings.values():
         for _ in range(arguments.sync_every):  # so that every one begins a cycle, and all are compiled
             training.step()
+    set_link_model(LinkModel.from_rate(arguments.rate, arguments.ranks))
     times: dict[str, list[float]] = {name: [] for name in trainings}
     for _ in range(arguments.rounds):
         for name, training in trainings.items():
-            rate = NO_LINK if name == "all-reduce, no link" else arguments.rate
-            set_link_model(LinkModel.from_rate(rate, arguments.ranks))
             steps = min(5, arguments.sync_every) if name == "all-reduce" else arguments.sync_every
             began = time.perf_counter()
             for _ in range(steps):
                 training.step()
             times[name].append((time.perf_counter() - began) / steps)
-    alone = times["all-reduce, no link"]
+    alone = times[ALONE]
     rows = [
         {
             "name": name,
             "step_ms": round(1e3 * median(found), 1),
-            "to_no_link": round(median(a / b for a, b in zip(found, alone, strict=True)), 3),
+            "to_alone": round(median(a / b for a, b in zip(found, alone, strict=True)), 3),
         }
         for name, found in times.items()
     ]

@@ -10,6 +10,7 @@ early that is.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError, ReductionError
+from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError, ReductionError, this_rank
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
@@ -42,6 +43,8 @@ from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.iteration_end import IterationEnd
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.lifecycle import Event, Lifecycle, Phase, State, nothing_to_finalize
+
+log = logging.getLogger(__name__)
 
 
 class Reducer:
@@ -141,9 +144,13 @@ class Reducer:
         return bool(self.buckets) and self.is_between_steps and not self._lifecycle.phase.after_forward
 
     def replace_plan(self, proposed: BucketPlan) -> None:
-        """See `BucketSet.replace_plan`; call it if `may_replace_plan`. What is sharded follows."""
+        """See `BucketSet.replace_plan`; call it if `may_replace_plan`. What is sharded follows, or the plan stays."""
         sharding = self.algorithm.sharding
-        sharding.plan_changes()
+        if objection := sharding.plan_changes():
+            log.warning(
+                "%s: the bucket plan stays, since the sharded optimizer cannot follow: %s", this_rank(), objection
+            )
+            return
         self._set.replace_plan(proposed)
         sharding.follow_plan(self.buckets)
 

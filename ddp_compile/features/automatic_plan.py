@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
@@ -30,7 +32,7 @@ from ddp_compile.plan.costs import Collective, Costs
 from ddp_compile.plan.packing import replan
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.costs import collective_of, computation_of
-from ddp_compile.report.steps import Kind, StepReport
+from ddp_compile.report.steps import StepReport
 from ddp_compile.runtime.comm.link_sweep import measure_link
 from ddp_compile.runtime.desync.model_order import is_agreement_point
 
@@ -62,7 +64,8 @@ class AutomaticPlan:
 
     def __init__(self, replica: Replica, model: str, compile_again: Callable[[], None]) -> None:
         self._replica, self._model, self._compile_again = replica, model, compile_again
-        self._algorithm = replica.reducer.algorithm  # the one that is measured
+        self._algorithm = weakref.ref(replica.reducer.algorithm)  # the one that is measured
+        self._began: dict[int, float] = {}  # when the first forward of each measured iteration did, on this rank
         self._next_at = FIRST_MEASURED
         self._measurement: Measurement | None = None
         self._planned_for: Collective | None = None  # the link that the last decision was made for
@@ -79,14 +82,16 @@ class AutomaticPlan:
         reducer = self._replica.reducer
         if not reducer.may_replace_plan:
             return
-        if reducer.algorithm is not self._algorithm:
+        if reducer.algorithm is not self._algorithm():
             self._begin_again()
+        self._began[reducer.iteration_number] = time.perf_counter()
         if self._measurement is not None:
             if self._measurement.is_over:
                 measurement, self._measurement = self._measurement, None
                 self._decide(measurement)
         elif reducer.iteration_number >= self._next_at and not self._user_measures:
             self._measurement = Measurement(self._replica, self._model, NUM_MEASURED, lambda: None)
+            self._began.clear()
 
     def make_way(self) -> None:
         """The user begins to measure, or the model is unwrapped, on every rank: drop what is being measured."""
@@ -97,7 +102,7 @@ class AutomaticPlan:
     def _begin_again(self) -> None:
         """The optimizer is sharded from now on, or not any more, on every rank: what was measured holds no longer."""
         self.make_way()
-        self._algorithm = self._replica.reducer.algorithm
+        self._algorithm = weakref.ref(self._replica.reducer.algorithm)
         self._planned_for, self._is_on_trial, self._trial = None, False, None
         self._next_at = self._replica.reducer.iteration_number + FIRST_MEASURED
 
@@ -113,7 +118,7 @@ class AutomaticPlan:
             return
         present, report = builder.sealed, measurement.report()
         assert present is not None
-        step_s = median(step.duration_s for step in report.steps)
+        step_s = self._step_s(report)
         chosen = present
         if self._is_on_trial:
             if rank == 0:
@@ -134,6 +139,14 @@ class AutomaticPlan:
         self._is_on_trial = is_another and not self._is_on_trial
         number = reducer.iteration_number
         self._next_at = _after_next_agreement_point(number) if self._is_on_trial else number + AGAIN_AFTER
+
+    def _step_s(self, report: StepReport) -> float:
+        """A forward and a backward; with a sharded optimizer from one forward to the next, as its step sends too."""
+        pairs = itertools.pairwise(sorted(self._began.items()))
+        periods = [end_s - begin_s for (before, begin_s), (number, end_s) in pairs if number == before + 1]
+        if periods and self._replica.reducer.gathers_parameters:
+            return median(periods)
+        return median(step.duration_s for step in report.steps)
 
     def _judge(self, present: BucketPlan, step_s: float) -> BucketPlan:
         """After a new plan's first measurement: that plan, or the one before. Only rank 0 calls it."""
@@ -171,14 +184,15 @@ class AutomaticPlan:
         """By the transfers of the steps; if they determine no line, by transfers of their own. On every rank."""
         gradients, group = self._replica.builder.gradients, self._replica.process_group
         computation = computation_of(report, [g.fqn for g in gradients], [g.num_bytes for g in gradients])
-        kinds: list[Kind] = ["reduce", "gather"] if self._replica.reducer.gathers_parameters else ["reduce"]
+        gathers = self._replica.reducer.gathers_parameters
         try:
-            transfers = [collective_of(report, group.size(), kind) for kind in kinds]
+            reduce = collective_of(report, group.size())
+            gather = collective_of(report, group.size(), "gather") if gathers else None
         except ValueError:
-            link = measure_link(group, self._replica.device)
-            part = 1 / len(kinds)  # a reduce-scatter and an all-gather are an all-reduce together
-            transfers = [Collective(latency_s=link.latency_s * part, s_per_byte=link.s_per_byte * part) for _ in kinds]
-        return computation.with_transfers(*transfers)
+            reduce, gather = measure_link(group, self._replica.device), None
+            if gathers:  # a reduce-scatter and an all-gather are an all-reduce together
+                reduce = gather = Collective(latency_s=reduce.latency_s / 2, s_per_byte=reduce.s_per_byte / 2)
+        return computation.with_transfers(reduce, gather)
 
 
 class _Trial(NamedTuple):

@@ -145,8 +145,8 @@ EXCLUSIONS = (
         "Leave shard_optimizer out"),
     Exclusion(
         Feature.AUTOMATIC_PLAN, (Feature.ALGORITHM, Feature.COMM_HOOK, Feature.JOIN),
-        "the plan is computed for the all-reduce of all ranks, and replacing it would lose what is kept for each"
-        " bucket",
+        "the plan is computed for an all-reduce, or a reduce-scatter and an all-gather, of each bucket over all ranks,"
+        " and replacing it would lose what is kept for each bucket",
         "Measure with model.measure(), save a plan by python -m ddp_compile plan --profile, and pass it as"
         " bucket_plan="),
 )

@@ -249,7 +249,7 @@ class ReplicateState:
             self.reducer.await_at_the_end(self.buffers.after_forward())
             self.reducer.search_unused_parameters(outputs)
         # In evaluation mode, no_grad may have been forgotten.
-        self.monitor.forward_ends(kind, outputs if self.requires_sync and module.training else None)
+        self.monitor.forward_ends(kind, outputs if self.requires_sync else None, trains=module.training)
         return outputs
 
     def await_parameters(self) -> None:

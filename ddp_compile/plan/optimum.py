@@ -160,28 +160,32 @@ def _with_launches(problem: _Problem, costs: Costs) -> list[int]:
     first = torch.tensor(problem.first)
     held_s = torch.full_like(sent, torch.inf)
     held_s[0] = 0.0
-    before: list[Tensor] = []
+    before: list[tuple[int, Tensor]] = []
+    begin = 1
     for number in itertools.count(1):
-        launched_s = ready_s + number * costs.launch_s
+        launched_s = ready_s[begin:] + number * costs.launch_s
         # The last piece is launched after all launches, and the link is never free if it is slow.
         least_s = max(
             float(launched_s[-1]) + costs.reduce.time_s(problem.sent[-1] - problem.sent[-2]),
             float(ready_s[1]) + costs.launch_s + number * costs.reduce.latency_s + float(sending_s[-1]),
         )
         busy = torch.searchsorted(held_s, launched_s, right=True)
-        chosen = [torch.maximum(first, torch.minimum(last, j)).clamp(min=0) for j in (busy - 1, busy)]
+        chosen = [torch.maximum(first[begin:], torch.minimum(last[begin:], j)) for j in (busy - 1, busy)]
         ends = [torch.maximum(held_s[j], launched_s) - sending_s[j] for j in chosen]
-        end_s = torch.minimum(*ends) + costs.reduce.latency_s + sending_s
-        better = end_s < held_s
-        better[0] = False
+        end_s = torch.minimum(*ends) + costs.reduce.latency_s + sending_s[begin:]
+        better = end_s < held_s[begin:]
         if not better.any() or held_s[-1] <= least_s:
             break
         # -1 stands for a schedule of fewer launches.
-        before.append(torch.where(better, torch.where(ends[1] < ends[0], chosen[1], chosen[0]), -1))
-        held_s = torch.where(better, end_s, held_s)
+        before.append((begin, torch.where(better, torch.where(ends[1] < ends[0], chosen[1], chosen[0]), -1)))
+        held_s[begin:] = torch.where(better, end_s, held_s[begin:])
+        # One more launch improves only what is carried after a schedule that this one has improved.
+        begin += int(better.nonzero()[0, 0]) + 1
+        if begin == len(sent):
+            break
     result, end = [], len(sent) - 1
-    for choices in reversed(before):
-        if end and (j := int(choices[end])) >= 0:
+    for first_piece, choices in reversed(before):
+        if end >= first_piece and (j := int(choices[end - first_piece])) >= 0:
             result.append(end)
             end = j
     return result[::-1]

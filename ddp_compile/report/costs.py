@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from ddp_compile.plan.costs import Collective, Computation, fit_collective
+from ddp_compile.report.over_ranks import covered, waits_of
 from ddp_compile.report.steps import BucketInfo, Kind, RankStep, StepReport
 
 
@@ -54,7 +55,7 @@ def computation_of(report: StepReport, names: Sequence[str], sizes: Sequence[int
         ready_s = max(before_s, median(ready_of[bucket.index]))
         ready_of_name |= _spread(bucket, size_of, before_s, ready_s)
         before_s = ready_s
-    forward_s = max(0.0, median(rank.backward_began - rank.began for rank in ranks if rank.backward_began is not None))
+    forward_s = max(0.0, median(_forward_s(rank) for rank in ranks))
     launches = [t.launch_returned - t.launched for rank in ranks for t in rank.transfers]
     steps_s = [time for rank in ranks for time in _step_s_per_byte(rank)]
     return Computation(
@@ -93,6 +94,16 @@ def collective_of(report: StepReport, world_size: int, kind: Kind = "reduce") ->
             " with a smaller bucket_cap_mb"
         )
     return fit_collective({size: median(each) for size, each in times.items()}, "measure more steps")
+
+
+def _forward_s(rank: RankStep) -> float:
+    """Its forward, without what it has waited for gathers."""
+    assert rank.backward_began is not None
+    waits = covered(
+        (max(begin, rank.began), min(end, rank.backward_began))
+        for begin, end in waits_of(transfer for transfer in rank.transfers if transfer.kind == "gather")
+    )
+    return rank.backward_began - rank.began - waits
 
 
 def _ready_s(rank: RankStep, bucket: int) -> float | None:

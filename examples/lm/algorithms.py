@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from ddp_compile.algorithms import (
 )
 from ddp_compile.optim import QAdam
 
+_DILOCO: Mapping[str, Any] = {"sync_every": 10, "outer_lr": 1.0, "outer_momentum": 0.5, "warmup_steps": 60}
 _ALGORITHMS: Mapping[str, Callable[[], AlgorithmConfig]] = {
     "all-reduce": GradientAllReduce,
     "bfloat16": lambda: GradientAllReduce(wire_dtype=torch.bfloat16),
@@ -26,9 +28,9 @@ _ALGORITHMS: Mapping[str, Callable[[], AlgorithmConfig]] = {
     "shift-one": lambda: Decentralized(peer_selection="shift_one"),
     "low-precision": LowPrecisionDecentralized,
     "local-sgd": lambda: LocalSGD(period=4, warmup_steps=10),
-    # A cycle of few steps needs a smaller outer momentum than the default, which is for hundreds of steps.
-    "diloco": lambda: DiLoCo(sync_every=10, outer_momentum=0.6),
-    "diloco-bytes": lambda: DiLoCo(sync_every=10, outer_momentum=0.6, wire_dtype=torch.uint8),
+    # A cycle of few steps needs other outer settings than the defaults, which are for hundreds of steps.
+    "diloco": lambda: DiLoCo(**_DILOCO),
+    "diloco-bytes": lambda: DiLoCo(**_DILOCO, wire_dtype=torch.uint8),
     "async": lambda: AsyncModelAverage(sync_interval_ms=100, warmup_steps=10),
 }
 NAMES = (*_ALGORITHMS, "qadam")

@@ -48,7 +48,7 @@ class DiLoCoAlgorithm(ParameterAverage):
         self.name += f", after {config.warmup_steps} steps" if has_warmup else ""
         self.name += f", delayed by {config.fragment_sync_delay} with alpha {config.fragment_update_alpha}"
         self.name += f", {config.wire_dtype}, outer lr {config.outer_lr}, momentum {config.outer_momentum})"
-        self._begins_anew = False  # parameters were loaded, but not g and m
+        self._begins_anew = has_warmup  # or parameters were loaded, but not g and m
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
         """There must be as many parameters as fragments."""
@@ -75,17 +75,14 @@ class DiLoCoAlgorithm(ParameterAverage):
     @property
     def meets_others(self) -> bool:
         """Whether a fragment is sent or received after this step."""
+        if self.sends_gradients:
+            return False
         step = self.num_steps + 1 - self._warmup_steps
         return self._begins_anew or any(fragment.acts_after(step) for fragment in self._fragments)
 
-    def before_forward(self, synchronize: bool) -> None:
-        """The forwards of the first step after warm-up read the parameters that the first cycle begins with."""
-        if 0 < self._warmup_steps == self.num_steps:
-            for fragment in self._fragments:
-                fragment.begin_anew()
-
     def after_backward(self) -> None:
-        if self._begins_anew:
+        """After warm-up, the first cycle begins before the first local step."""
+        if self._begins_anew and not self.sends_gradients:
             self._begin_anew()
         super().after_backward()
 
@@ -138,8 +135,8 @@ class DiLoCoAlgorithm(ParameterAverage):
         self.finish_exchanges()
         for fragment, given in zip(self._fragments, state["fragments"], strict=True):
             fragment.load_state_dict(given)
-        self._begins_anew = state["begins_anew"]
         super().load_state_dict(state)
+        self._begins_anew = state["begins_anew"] or self.sends_gradients
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:
         super().refuse_state(state)
@@ -230,7 +227,7 @@ class _Fragment:
         return self._config.wire_dtype is torch.uint8 and self._group.size() > 1
 
     def acts_after(self, step: int) -> bool:
-        """Whether it sends or receives after this step, counted from 1; not in warm-up, whose steps are below."""
+        """Whether it sends or receives after this step, counted from 1 after warm-up."""
         delay = self._config.fragment_sync_delay
         return self._age(step) in ((0, delay, self._middle) if self._is_compressed else (0, delay))
 

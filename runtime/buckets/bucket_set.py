@@ -116,11 +116,13 @@ class BucketSet:
     def replace_plan(self, proposed: BucketPlan) -> None:
         """Between two iterations, on every rank: reduce by what rank 0 proposes from now on. Gradients stay.
 
+        Its tail is not packed again.
+
         Raises:
             ReductionError: Another rank did not come.
         """
         assert self.plan is not None
-        before, old_buckets = self.plan, self.buckets
+        before, old_buckets, self._arrival_order = self.plan, self.buckets, None
         try:
             plan = plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
         except RuntimeError as error:

@@ -214,10 +214,12 @@ class ForwardsLeftOut:
     """
 
     def __init__(self) -> None:
+        # Of the forwards that count.
         self._num_watched = 0
         self._num_reached = 0
         self._latest_reached = 0
-        self._num_watched_before, self._num_reached_before = 0, 0  # this iteration
+        # Of all forwards, in this iteration.
+        self._is_watching, self._is_any_reached = False, False
 
     @property
     def num_left_out(self) -> int:
@@ -227,18 +229,19 @@ class ForwardsLeftOut:
     @property
     def awaits_backward(self) -> bool:
         """Whether no backward has reached any forward of this iteration yet. False if none is watched."""
-        return self._num_watched > self._num_watched_before and self._num_reached == self._num_reached_before
+        return self._is_watching and not self._is_any_reached
 
     def iteration_ends(self) -> None:
         """Forwards of the next iteration follow."""
-        self._num_watched_before, self._num_reached_before = self._num_watched, self._num_reached
+        self._is_watching, self._is_any_reached = False, False
 
-    def watch(self, outputs: Any) -> None:
-        """Count a forward that has returned.
+    def watch(self, outputs: Any, counts: bool = True) -> None:
+        """Watch a forward that has returned.
 
         Args:
             outputs: What it returned: tensors in containers that pytree knows, and in dataclasses. A forward is not
-                counted if none of its outputs has an autograd graph.
+                watched if none of its outputs has an autograd graph.
+            counts: Whether it counts as left out if no backward reaches it.
         """
         if isinstance(outputs, Tensor):  # by far the most common case
             nodes = [] if outputs.grad_fn is None else [outputs.grad_fn]
@@ -248,16 +251,19 @@ class ForwardsLeftOut:
                 {tensor.grad_fn: None for tensor in torch_internals.tensors_in(outputs) if tensor.grad_fn is not None}
             )
         if nodes:
-            self._num_watched += 1
-            self._set_hooks(nodes)
+            self._is_watching = True
+            self._num_watched += counts
+            self._set_hooks(nodes, counts)
 
-    def _set_hooks(self, nodes: list[Any]) -> None:
+    def _set_hooks(self, nodes: list[Any], counts: bool) -> None:
         number, is_reached = self._num_watched, False
 
         def reach(_gradients: Any) -> None:
             nonlocal is_reached
-            if not is_reached:
-                is_reached = True
+            if is_reached:
+                return
+            is_reached = self._is_any_reached = True
+            if counts:
                 self._num_reached += 1
                 self._latest_reached = max(self._latest_reached, number)
 

@@ -99,10 +99,16 @@ class DesyncMonitor:
         self._points.buffers_are_broadcast()
         self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
 
-    def forward_ends(self, kind: str, outputs: Any = None) -> None:
-        """A forward has returned; with ``outputs`` if either every rank or none has to call its backward."""
-        if outputs is not None and self._store.lost is None:
-            self._points.forwards.watch(outputs)
+    def forward_ends(self, kind: str, outputs: Any = None, trains: bool = True) -> None:
+        """A forward has returned.
+
+        Args:
+            kind: As in `forward_begins`.
+            outputs: What it has returned, if its backward is to be reduced.
+            trains: Whether all ranks have to call its backward, or none.
+        """
+        if outputs is not None:
+            self._points.forwards.watch(outputs, counts=trains)
         self._statuses.note(kind, self._num_forwards[kind], " has returned")
 
     def backward_begins(self, after_forward: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import this_rank
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.algorithms.messages import objection_to_messages
 from ddp_compile.runtime.buckets.bucket import Bucket
@@ -19,7 +19,7 @@ from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, T
 from ddp_compile.runtime.buckets.sharding import Sharding
 from ddp_compile.runtime.comm.process_groups import close_groups, group_of
 from ddp_compile.runtime.comm.step_records import NoRecords
-from ddp_compile.runtime.sharded.bucket import ShardedBucket
+from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.gradients import ShardedGradients, norm_over_ranks
 from ddp_compile.runtime.sharded.joint_step import JointStep
@@ -159,7 +159,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     def _shard(self, buckets: Sequence[Bucket]) -> None:
         for optimizer in self._optimizers:
-            optimizer.before_sharding("the first backward with a sharded optimizer")
+            if objection := optimizer.objection_of_all("the first backward with a sharded optimizer"):
+                raise ReplicationError(objection)
         self._lay_out(buckets)
         for optimizer in self._optimizers:
             optimizer.shard(self.buckets)
@@ -169,57 +170,6 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         shared = self._transfers, self._master_weights
         self._reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
         self._gradients.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
-
-    # Another plan.
-
-    def plan_changes(self) -> None:
-        """See `Sharding.plan_changes`."""
-        self._reader.wait()
-        for bucket in self.buckets:
-            bucket.take_edits()
-        self._gradients.take_edits()
-        self._gradients.remove()
-        for optimizer in self._optimizers if self.buckets else ():
-            optimizer.before_sharding("a change of the bucket plan")
-
-    def follow_plan(self, buckets: Sequence[Bucket]) -> None:
-        """See `Sharding.follow_plan`."""
-        before = self.buckets
-        if before and [bucket.spec for bucket in before] != [bucket.spec for bucket in buckets]:
-            with self._transfers.on_every_rank("a change of the bucket plan"):
-                kept = self._gradients_of_all(before)
-                self._lay_out(buckets)
-                for optimizer in self._optimizers:
-                    optimizer.follow(self.buckets)
-                for bucket in before:
-                    self._move_values(bucket, kept)
-                self._gradients.note_moved({index for index, is_stale in kept.items() if is_stale})
-        self._gradients.show_again()
-
-    def _gradients_of_all(self, buckets: Sequence[ShardedBucket]) -> dict[int, bool]:
-        """Numbers of the parameters that have a reduced gradient on any rank: whether it is stale there."""
-        found = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._parameters[0].device)
-        for piece in (piece for bucket in buckets for piece in bucket.pieces):
-            if piece.stepped.grad is not None:
-                found[piece.index] = 1 + self._gradients.is_stale(piece)
-        self._transfers.all_reduce(found, dist.ReduceOp.MAX)
-        return {index: value == 2 for index, value in enumerate(found.tolist()) if value}
-
-    def _move_values(self, before: ShardedBucket, with_gradient: Collection[int]) -> None:
-        """Give the new pieces what those of a bucket of the plan before have: copies in float32, and gradients."""
-        place_of = {piece.index: (bucket, piece) for bucket in self.buckets for piece in bucket.pieces}
-        if before.is_copied:
-            for index, values in before.gather_whole(lambda piece: piece.stepped, before.stepped_dtype).items():
-                if index in place_of:
-                    bucket, piece = place_of[index]
-                    piece.stepped.data.copy_(bucket.part_of(piece, values))
-        if not any(index in with_gradient for index in before.param_indices):
-            return
-        for index, gradient in before.whole_gradients(before.stepped_dtype).items():
-            if index in place_of:
-                bucket, piece = place_of[index]
-                optimizer = next(each for each in self._optimizers if index in each.indices)
-                optimizer.set_gradient(piece, bucket.part_of(piece, gradient))
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """See `Sharding.zero_gradients`."""
@@ -267,6 +217,65 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._step.end_left_out()  # as in `clip_grad_norm_`
         gradients = self._whole_gradients("model.full_gradients()")
         return {self._names[index]: gradients[index] for index in sorted(gradients)}
+
+    # Another plan.
+
+    def plan_changes(self) -> str:
+        """See `Sharding.plan_changes`."""
+        self._reader.wait()
+        objection = ""
+        for optimizer in self._optimizers if self.buckets else ():
+            objection = objection or optimizer.objection_of_all("a change of the bucket plan")
+        if not objection:
+            for bucket in self.buckets:
+                bucket.take_edits()
+            self._gradients.take_edits()
+            self._gradients.remove()
+        return objection
+
+    def follow_plan(self, buckets: Sequence[Bucket]) -> None:
+        """See `Sharding.follow_plan`."""
+        before = self.buckets
+        if before and [bucket.spec for bucket in before] != [bucket.spec for bucket in buckets]:
+            self._lay_out(buckets)
+            with self._transfers.on_every_rank("a change of the bucket plan"):
+                for optimizer in self._optimizers:
+                    optimizer.follow(self.buckets)
+                self._move_copies(before)
+                self._move_gradients(before)
+        self._gradients.show_again()
+
+    def _move_copies(self, before: Sequence[ShardedBucket]) -> None:
+        """Give the new pieces the copies in float32 that those before have."""
+        place_of = self._place_of
+        for old in (bucket for bucket in before if bucket.is_copied):
+            for index, values in old.gather_whole(lambda piece: piece.stepped, old.stepped_dtype).items():
+                if index in place_of:
+                    bucket, piece = place_of[index]
+                    piece.stepped.data.copy_(bucket.part_of(piece, values))
+
+    def _move_gradients(self, before: Sequence[ShardedBucket]) -> None:
+        """Give the new pieces the reduced gradients that those before have."""
+        place_of, optimizer_of = self._place_of, {i: each for each in self._optimizers for i in each.indices}
+        old_pieces = [piece for bucket in before for piece in bucket.pieces if piece.stepped.grad is not None]
+        on_any_rank = torch.zeros(2, len(self._parameters), dtype=torch.int64, device=self._parameters[0].device)
+        for piece in old_pieces:
+            on_any_rank[:, piece.index] = torch.tensor([True, self._gradients.is_stale(piece)])
+        self._transfers.all_reduce(on_any_rank, dist.ReduceOp.MAX)
+        has_gradient, is_stale = on_any_rank.tolist()
+        for old in (bucket for bucket in before if any(has_gradient[index] for index in bucket.param_indices)):
+            for index, gradient in old.whole_gradients(old.stepped_dtype).items():
+                if index in place_of:
+                    bucket, piece = place_of[index]
+                    optimizer_of[index].set_gradient(piece, bucket.part_of(piece, gradient))
+        for piece in old_pieces:
+            piece.stepped.grad = None  # a user may have kept the tensor
+        self._gradients.note_moved({index for index, stale in enumerate(is_stale) if stale})
+
+    @property
+    def _place_of(self) -> dict[int, tuple[ShardedBucket, Piece]]:
+        """This rank's piece of each parameter, by number, and its bucket."""
+        return {piece.index: (bucket, piece) for bucket in self.buckets for piece in bucket.pieces}
 
     # Forwards.
 

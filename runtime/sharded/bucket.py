@@ -219,12 +219,15 @@ class ShardedBucket:
             assembled[index] = values.as_strided(place.shape, place.stride())
         return assembled
 
-    def gather_whole(self, value_of: Callable[[Piece], Tensor | None], dtype: torch.dtype) -> dict[int, Tensor]:
+    def gather_whole(
+        self, value_of: Callable[[Piece], Tensor | None], dtype: torch.dtype, device: torch.device | None = None
+    ) -> dict[int, Tensor]:
         """What the ranks have for their pieces, put together; to be called on every rank.
 
         Args:
             value_of: A tensor of the piece's shape, or None for zeros.
             dtype: Of the result.
+            device: Of the result; that of the parameters if None.
 
         Returns:
             For each parameter a new tensor of its shape and strides.
@@ -235,7 +238,7 @@ class ShardedBucket:
                 if (value := value_of(piece)) is not None:
                     piece.of_flat(shards).copy_(value)
             self._transfers.all_gather(shards, self.cut).wait()
-            return self._assemble(shards)
+            return self._assemble(shards if device is None else shards.to(device))
 
     def whole_gradients(self, dtype: torch.dtype | None = None) -> dict[int, Tensor]:
         """A new tensor for each parameter that has a gradient on any rank; to be called on every rank.

@@ -84,6 +84,7 @@ class PartOfTensor(Tensor):
     """
 
     _boxes: dict[torch.Size, Tensor]
+    _part: Tensor | None
 
     @staticmethod
     def __new__(cls, values: Tensor | None, begin: int, whole: Tensor, dtype: torch.dtype) -> PartOfTensor:
@@ -91,7 +92,7 @@ class PartOfTensor(Tensor):
         strides = whole.stride()
         order = sorted(range(whole.dim()), key=lambda dim: (-strides[dim], dim))
         back = [order.index(dim) for dim in range(whole.dim())]
-        part._boxes, done = {}, 0
+        part._boxes, part._part, done = {}, values, 0
         if values is not None and (values.shape == whole.shape or not whole.numel()):  # one rank saves an empty tensor
             part._boxes[torch.Size([0] * whole.dim())] = values.view(whole.shape)
             return part
@@ -104,6 +105,14 @@ class PartOfTensor(Tensor):
 
     def __init__(self, values: Tensor | None, begin: int, whole: Tensor, dtype: torch.dtype) -> None:
         """Nothing is left to do."""
+
+    def refuse_unless_of(self, state: Tensor | None, name: str) -> None:
+        """Raise a ReplicationError unless it represents this tensor, so that loading has written it."""
+        if self._part is not state:
+            raise ReplicationError(
+                f"{name} has become another tensor since sharded_optimizer_state_dict(optimizer) was called: the bucket"
+                " plan was replaced, or a state_dict was loaded. Call it again before dcp.load"
+            )
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         boxes = [f"{list(box.shape)} at {list(offsets)}" for offsets, box in self._boxes.items()]

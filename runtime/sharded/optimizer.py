@@ -105,13 +105,16 @@ class SteppedPieces:
         vars(self._optimizer).update(attributes)
         self._attributes += attributes
 
-    def before_sharding(self, when: str) -> None:
-        """Refuse, on every rank, what cannot be sharded any more; before parameters are moved into flat buffers."""
+    def objection_of_all(self, when: str) -> str:
+        """Why parameters, or states, cannot be moved into flat buffers: what the first rank says that objects.
+
+        Returns:
+            The same on every rank; empty if none objects.
+        """
+        own = self._edit() or self._objection() or ("" if self._states is None else self._states.objection())
         with self._transfers.on_every_rank(when):
-            of_all = self._transfers.objects_of_all(self._edit() or self._objection())
-        for rank, objection in enumerate(of_all):
-            if objection:
-                raise ReplicationError(f"rank {rank}: {objection}")
+            of_all = self._transfers.objects_of_all(own)
+        return next((f"rank {rank}: {objection}" for rank, objection in enumerate(of_all) if objection), "")
 
     def shard(self, buckets: Sequence[ShardedBucket]) -> None:
         """Step the pieces from now on; called once, at the end of the first backward.

@@ -79,13 +79,16 @@ class ShardedStates:
     def hand_over_to(self, following: ShardedStates) -> None:
         """Give the pieces of another plan these states as they are; to be called on every rank.
 
-        Whole states are there of one bucket at a time.
+        States of parameters that are cut are gathered, one bucket at a time. Owners keep theirs.
         """
-        states, described = self._optimizer.state, self._describe_all(on_device=True)
+        states, device = self._optimizer.state, self._buckets[0].flat.device
+        described = self._describe_all(on_device=True, owned=False)
         for bucket in self._buckets:
-            whole = self._gather(bucket, described)
+            whole = self._gather(bucket, described, device)
             for piece in bucket.pieces:
-                states.pop(piece.stepped, None)
+                state = states.pop(piece.stepped, None)
+                if state and bucket.has_owner(piece.index):
+                    states[following._pieces[piece.index].stepped] = state
             for index in whole.keys() & following._pieces.keys():
                 states[following._pieces[index].stepped] = following._cut(index, whole[index], keeps_dtypes=True)
 
@@ -141,12 +144,16 @@ class ShardedStates:
 
     def load_parts(self, state_dict: Mapping[str, Any], names: Sequence[str]) -> None:
         """Take over the numbers and settings in the result of `parts`; its tensors lie in the states themselves."""
+        states = self._optimizer.state
         for name, (_, index) in zip(names, self._whole, strict=True):
-            if index in self._pieces and name in state_dict["state"]:
-                state = self._optimizer.state[self._pieces[index].stepped]
-                for key, value in state_dict["state"][name].items():
-                    if not isinstance(value, PartOfTensor):
-                        state[key] = _paired(value, state.get(key), _on_device_of)
+            if index is None or name not in state_dict["state"]:
+                continue
+            state = states.get(self._pieces[index].stepped, {}) if index in self._pieces else {}
+            for key, value in state_dict["state"][name].items():
+                if isinstance(value, PartOfTensor):
+                    value.refuse_unless_of(state.get(key), f"state {key} of {name}")
+                elif index in self._pieces:
+                    state[key] = _paired(value, state.get(key), _on_device_of)
         for group, loaded in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
             group.update(_settings_of(loaded))
 
@@ -188,17 +195,22 @@ class ShardedStates:
         Args:
             on_device: Numbers that are on the parameters' device stay there.
         """
-        described = self._describe_all(on_device)
-        return {index: state for bucket in self._buckets for index, state in self._gather(bucket, described).items()}
+        described, cpu = self._describe_all(on_device), torch.device("cpu")
+        gathered: dict[int, dict[str, Any]] = {}
+        for bucket in self._buckets:
+            gathered |= self._gather(bucket, described, cpu)
+        return gathered
 
-    def _gather(self, bucket: ShardedBucket, described: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    def _gather(
+        self, bucket: ShardedBucket, described: Mapping[int, Mapping[str, Any]], device: torch.device
+    ) -> dict[int, dict[str, Any]]:
         """The states of a bucket's whole parameters, from what `_describe_all` returns."""
         states = {index: dict(described[index]) for index in bucket.param_indices if index in described}
         kinds = {(key, value) for state in states.values() for key, value in state.items() if _is_cut(value)}
         for key, dtype in sorted(kinds, key=repr):
-            for index, value in bucket.gather_whole(partial(self._state_to_cut, key), dtype).items():
+            for index, value in bucket.gather_whole(partial(self._state_to_cut, key), dtype, device).items():
                 if described.get(index, {}).get(key) == dtype:
-                    states[index][key] = value.cpu()
+                    states[index][key] = value
         return states
 
     def _state_to_cut(self, key: str, piece: Piece) -> Tensor | None:
@@ -206,18 +218,33 @@ class ShardedStates:
         is_cut = isinstance(value, Tensor) and value.dim() and value.shape == piece.stepped.shape
         return value if is_cut else None
 
-    def _describe_all(self, on_device: bool = False) -> dict[int, dict[str, Any]]:
-        """Of all ranks' pieces: the dtype of each tensor that is cut, and all other values; see `_gather_all`."""
+    def _describe_all(self, on_device: bool = False, owned: bool = True) -> dict[int, dict[str, Any]]:
+        """Of all ranks' pieces: the dtype of each tensor that is cut, and all other values.
+
+        Args:
+            on_device: See `_gather_all`.
+            owned: Of the pieces with an owner too.
+        """
         described: dict[int, dict[str, Any]] = {}
-        for of_rank in self._transfers.objects_of_all(self._describe()):
+        for of_rank in self._transfers.objects_of_all(self._describe(owned)):
             described |= of_rank
         device = self._buckets[0].flat.device if on_device else torch.device("cpu")
         return _mapped(described, lambda value: value.tensor.to(device) if isinstance(value, _OnDevice) else value)
 
-    def _describe(self) -> dict[int, dict[str, Any]]:
+    def objection(self) -> str:
+        """Why states cannot be put together; empty if they can be."""
+        try:
+            self._describe(owned=False)
+        except ReplicationError as error:
+            return str(error)
+        return ""
+
+    def _describe(self, owned: bool) -> dict[int, dict[str, Any]]:
         described: dict[int, dict[str, Any]] = {}
         for index, piece in self._pieces.items():
             bucket, of_piece = self._bucket_of[index], described.setdefault(index, {})
+            if bucket.has_owner(index) and not owned:
+                continue
             for key, value in self._optimizer.state.get(piece.stepped, {}).items():
                 if self._state_to_cut(key, piece) is not None:
                     of_piece[key] = value.dtype

@@ -22,6 +22,7 @@ from ddp_compile.errors import ReplicationError
 from ddp_compile.features import automatic_plan
 from ddp_compile.features.automatic_plan import AutomaticPlan
 from ddp_compile.plan.costs import Collective, Costs
+from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm.link_sweep import measure_link
 
 WIDTH = 33
@@ -171,6 +172,37 @@ def test_a_sharded_optimizer_follows_the_plan(world_size: int, split: str, backe
         for index, state in theirs.items():
             for name, value in state.items():
                 assert torch.allclose(ours[index][name], value, rtol=1e-3, atol=1e-6), (index, name)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_after_shard_optimizer_its_two_transfers_are_measured_anew() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found: list[tuple[float, Costs]] = []
+
+        def choose(_: AutomaticPlan, present: BucketPlan, step_s: float, costs: Costs) -> BucketPlan:
+            found.append((step_s, costs))
+            return present
+
+        monkeypatch.setattr(AutomaticPlan, "_choose", choose)
+        monkeypatch.setattr(automatic_plan, "measure_link", lambda *_: SLOW)
+        model = make_model()
+        train(model, steps=8)  # four steps are measured
+        model.zero_grad()
+        optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        began = time.perf_counter()
+        for step in range(20):
+            assert not found or step > 14
+            loss_of(model(torch.randn(4, WIDTH))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if dist.get_rank() == 1:
+            assert not found
+            return
+        ((step_s, costs),) = found
+        half = Collective(latency_s=SLOW.latency_s / 2, s_per_byte=SLOW.s_per_byte / 2)
+        assert costs.reduce == costs.gather == half  # gloo does not say when messages are done
+        assert 0 < step_s < time.perf_counter() - began
 
 
 @on_ranks(2)

@@ -36,7 +36,7 @@ CASES = {
     "bfloat16": DiLoCo(sync_every=2, wire_dtype=torch.bfloat16),
     "eight bits": DiLoCo(sync_every=2, wire_dtype=torch.uint8),
     "all of it": BYTES,
-    "after warm-up": DiLoCo(sync_every=3, fragments=2, fragment_sync_delay=1, warmup_steps=2),
+    "after warm-up": DiLoCo(sync_every=2, fragments=3, fragment_sync_delay=1, warmup_steps=2),
 }
 
 
@@ -102,9 +102,11 @@ def simulate(simulation: Simulation, config: DiLoCo) -> Iterator[list[Part]]:
         simulation.compute_gradients(step)
         if step < config.warmup_steps:
             simulation.average_gradients()
-        simulation.step()
-        if step + 1 == config.warmup_steps:
+            simulation.step()
             parts = parts_of(simulation.models[0], config, simulation.size)
+            yield parts
+            continue
+        simulation.step()
         flats = simulation.flats()
         for number, part in enumerate(parts):
             since = step + 1 - config.warmup_steps - part.offset
@@ -190,6 +192,34 @@ def test_parameters_that_are_loaded_alone_are_where_it_begins() -> None:
     for step in range(5, 12):
         train_step(model, still, step)
         assert is_same_everywhere(flat_of(model)) and (flat_of(model) - mean).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("way", ["loaded before", "resumed with fewer", "module.forward"])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_the_first_cycle_begins_with_what_warm_up_has_reached(way: str) -> None:
+    model, optimizer = make_model(DiLoCo(sync_every=2, warmup_steps=3, outer_lr=1.0, outer_momentum=0.0))
+    if way == "loaded before":
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+    warmup = 2 if way == "resumed with fewer" else 3
+    for step in range(warmup):
+        if way == "module.forward":
+            loss_of(model.forward(batch(dist.get_rank(), step, 0))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            train_step(model, optimizer, step)
+        assert is_same_everywhere(flat_of(model))
+    if way == "resumed with fewer":
+        states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.comm_algorithm.state_dict()])
+        model, optimizer = make_model(DiLoCo(sync_every=2, warmup_steps=1, outer_lr=1.0, outer_momentum=0.0))
+        for each, state in zip((model, optimizer, model.comm_algorithm), states, strict=True):
+            each.load_state_dict(state)
+    before = flat_of(model)
+    for step in range(1 if way == "resumed with fewer" else 2):  # up to the end of a cycle
+        train_step(model, optimizer, 10 + step)
+    assert is_same_everywhere(flat_of(model))
+    assert (flat_of(model) - before).abs().max() < 2.5 * optimizer.param_groups[0]["lr"]
 
 
 # Bytes on the wire.

@@ -339,9 +339,10 @@ def test_when_one_rank_raises_in_the_middle_all_hear_of_it_and_can_go_on(ranks: 
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["comes later", "raises in the loss"])
+@pytest.mark.parametrize("trains", [True, False])
 @on_ranks(2)
-def test_a_backward_inside_no_sync_is_not_taken_for_one_that_is_expected(raises: bool) -> None:
-    model = replicated()
+def test_a_backward_inside_no_sync_is_not_taken_for_one_that_is_expected(raises: bool, trains: bool) -> None:
+    model = replicated().train(trains)
     plain = copy.deepcopy(model)
 
     def raise_here(_: Tensor) -> None:

@@ -12,6 +12,7 @@ from rank_pool import Ranks, on_ranks
 from sharded_pairs import CAP_MB, KINDS, Pair, batch
 from test_sharded_refusals import said_by
 
+from ddp_compile import ReplicationError, load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
 from ddp_compile.module.mixin import state_of
 from ddp_compile.plan.packing import pack
 from ddp_compile.plan.spec import BucketPlan, renumbered
@@ -106,13 +107,49 @@ def test_local_gradients_stay_local() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_a_group_that_was_edited_on_one_rank_is_named_on_every_rank() -> None:
+def test_what_cannot_follow_keeps_the_plan_on_every_rank() -> None:
     pair = Pair("two")
     pair.train(0)
-    group = pair.optimizers[0].param_groups[0]
+    loss_of(pair.model(batch(1))).backward()
+    group, before = pair.optimizers[0].param_groups[0], pair.model.bucket_plan
     kept = list(group["params"])
     if dist.get_rank() == 1:
         group["params"] = kept[:-1]
-    assert "rank 1: group[\"params\"]" in said_by(lambda: replace_plan(pair.model, 1.0))
+    replace_plan(pair.model, 1.0)
     group["params"] = kept
+    assert pair.model.bucket_plan == before
+    pair.model.clip_grad_norm_(1e9)  # gradients are still hidden, and there
+    with pytest.raises(ReplicationError, match="reduced to shards"):
+        pair.model.first.weight.grad.sum()
+    pair.follow()
+    pair.step()
+    pair.model.zero_grad()
+    pair.compare()
+    replace_plan(pair.model, 1.0)
+    assert pair.model.bucket_plan != before
+    pair.train(2)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_states_for_dcp_that_are_no_longer_those_of_the_optimizer_are_refused() -> None:
+    pair = Pair("two")
+    pair.train(0)
+    states = [sharded_optimizer_state_dict(each) for each in pair.optimizers]
+    for each, state in zip(pair.optimizers, states, strict=True):
+        load_sharded_optimizer_state_dict(each, state)
+    replace_plan(pair.model, 1.0)
+    for each, state in zip(pair.optimizers, states, strict=True):
+        with pytest.raises(ReplicationError, match="has become another tensor since sharded_optimizer_state_dict"):
+            load_sharded_optimizer_state_dict(each, state)
+
+
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_states_of_owners_are_not_sent() -> None:
+    pair = Pair("muon")
+    pair.train(0)
+    momenta = {id(state["momentum_buffer"]) for state in pair.optimizers[0].state.values()}
+    replace_plan(pair.model, 1.0)
+    assert {id(state["momentum_buffer"]) for state in pair.optimizers[0].state.values()} == momenta
     pair.train(1)

@@ -85,6 +85,34 @@ def test_times_of_the_computation_are_medians_that_one_late_rank_does_not_move()
     assert computation.needed_s == pytest.approx([0.0, 0.015, 0.020 * (1 - 1 / 16)])
 
 
+def test_a_sharded_optimizer_waits_in_the_forward_and_steps_between_gathers() -> None:
+    def with_gathers(rank: RankStep) -> RankStep:
+        # Of the step before: 1 ms for 8000 bytes, and 2 ms for 4000; the forward waits 4 of the 9 ms of the last wait.
+        times = [(1, 8000, -0.010, None, None), (0, 4000, -0.008 + 5e-5, -0.005, 0.004)]
+        gathers = [
+            Transfer(
+                bucket=bucket,
+                kind="gather",
+                num_bytes=num_bytes,
+                ready=rank.began + launched,
+                launched=rank.began + launched,
+                launch_returned=rank.began + launched + 5e-5,
+                done=None,
+                waited_from=None if begin is None else rank.began + begin,
+                waited_until=None if end is None else rank.began + end,
+            )
+            for bucket, num_bytes, launched, begin, end in times
+        ]
+        return replace(rank, transfers=(*gathers, *rank.transfers))
+
+    report = measured()
+    steps = [replace(step, ranks=tuple(map(with_gathers, step.ranks))) for step in report.steps]
+    computation = computation_of(replace(report, steps=steps), NAMES, NUM_BYTES)
+    assert computation.forward_s == pytest.approx(0.016)
+    assert computation.step_s_per_byte == pytest.approx(0.002 / 4000)
+    assert computation_of(report, NAMES, NUM_BYTES).step_s_per_byte == 0.0
+
+
 def test_a_report_comes_back_from_its_json_with_the_same_costs() -> None:
     again = StepReport.from_json(measured().to_json())
     assert collective_of(again, 3) == collective_of(measured(), 3)
