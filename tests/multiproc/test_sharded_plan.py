@@ -8,21 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import loss_of
+from plan_changes import replace_plan
 from rank_pool import Ranks, on_ranks
 from sharded_pairs import CAP_MB, KINDS, Pair, batch
 from test_sharded_refusals import said_by
 
 from ddp_compile import ReplicationError, load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
-from ddp_compile.module.mixin import state_of
-from ddp_compile.plan.packing import pack
-from ddp_compile.plan.spec import BucketPlan, renumbered
-
-
-def replace_plan(model: Any, cap_mb: float) -> None:
-    """Between two steps, on every rank."""
-    state = state_of(model)
-    buckets = pack(reversed(state.builder.gradients), [int(cap_mb * 2**20)], state.builder.layout, frame=None)
-    state.reducer.replace_plan(BucketPlan(renumbered(buckets), model.bucket_plan.generation + 1))
 
 
 @torch.compiler.set_stance("force_eager")
