@@ -143,16 +143,26 @@ class Reducer:
         """Whether the plan is sealed and nothing is under way, apart from gradients accumulated in ``no_sync``."""
         return bool(self.buckets) and self.is_between_steps and not self._lifecycle.phase.after_forward
 
-    def replace_plan(self, proposed: BucketPlan) -> None:
-        """See `BucketSet.replace_plan`; call it if `may_replace_plan`. What is sharded follows, or the plan stays."""
-        sharding = self.algorithm.sharding
+    def replace_plan(self, proposed: BucketPlan) -> bool:
+        """Reduce by what rank 0 proposes from now on; called on every rank, if `may_replace_plan`.
+
+        Returns:
+            Whether it is the plan now. The same on every rank; not if what is sharded cannot follow.
+
+        Raises:
+            ReductionError: Another rank did not come.
+        """
+        plan, sharding = self._set.plan_of_rank_0(proposed), self.algorithm.sharding
+        if plan == self._set.plan:
+            return True
         if objection := sharding.plan_changes():
             log.warning(
                 "%s: the bucket plan stays, since the sharded optimizer cannot follow: %s", this_rank(), objection
             )
-            return
-        self._set.replace_plan(proposed)
+            return False
+        self._set.replace_plan(plan)
         sharding.follow_plan(self.buckets)
+        return True
 
     # Records of steps.
 

@@ -19,7 +19,7 @@ from ddp_compile.commands.users_step import RETURNS, TracingError, UsersStep, lo
 from ddp_compile.config import caps_from_mib
 from ddp_compile.plan.costs import Computation, Link
 from ddp_compile.plan.scenarios import Model, Prediction, predictions
-from ddp_compile.report.costs import collective_of, computation_of
+from ddp_compile.report.costs import all_reduce_of, computation_of
 from ddp_compile.report.steps import StepReport
 from ddp_compile.validation.description import describe_gradients
 from ddp_compile.validation.rates import Rate, parse_seconds
@@ -113,9 +113,11 @@ def _model(arguments: argparse.Namespace) -> tuple[Model, str]:
             report = _report(arguments.profile)
             sizes = [gradient.num_bytes for gradient in gradients]
             computation = computation_of(report, list(named), sizes)
-            said = f"{arguments.profile}, {len(report.steps)} steps; its optimizer's time is not known and left out"
+            said = f"{arguments.profile}, {len(report.steps)} steps"
+            if not computation.step_s_per_byte:
+                said += "; its optimizer's time is not known and left out"
             if arguments.bandwidth is None:
-                collective = collective_of(report, arguments.world_size)
+                collective = all_reduce_of(report, arguments.world_size)
     model = Model(
         gradients=gradients,
         computation=computation,

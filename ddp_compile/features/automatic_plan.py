@@ -80,11 +80,10 @@ class AutomaticPlan:
             ReductionError: Another rank did not come.
         """
         reducer = self._replica.reducer
-        if not reducer.may_replace_plan:
-            return
         if reducer.algorithm is not self._algorithm():
             self._begin_again()
-        self._began[reducer.iteration_number] = time.perf_counter()
+        if not reducer.may_replace_plan:
+            return
         if self._measurement is not None:
             if self._measurement.is_over:
                 measurement, self._measurement = self._measurement, None
@@ -92,6 +91,8 @@ class AutomaticPlan:
         elif reducer.iteration_number >= self._next_at and not self._user_measures:
             self._measurement = Measurement(self._replica, self._model, NUM_MEASURED, lambda: None)
             self._began.clear()
+        if self._measurement is not None:
+            self._began[reducer.iteration_number] = time.perf_counter()
 
     def make_way(self) -> None:
         """The user begins to measure, or the model is unwrapped, on every rank: drop what is being measured."""
@@ -100,7 +101,7 @@ class AutomaticPlan:
             self._measurement = None
 
     def _begin_again(self) -> None:
-        """The optimizer is sharded from now on, or not any more, on every rank: what was measured holds no longer."""
+        """The optimizer is sharded from now on, or not any more, on every rank: what was measured is out of date."""
         self.make_way()
         self._algorithm = weakref.ref(self._replica.reducer.algorithm)
         self._planned_for, self._is_on_trial, self._trial = None, False, None
@@ -131,7 +132,8 @@ class AutomaticPlan:
             else:
                 if rank == 0:
                     chosen = self._choose(present, step_s, costs)
-        reducer.replace_plan(chosen)
+        if not reducer.replace_plan(chosen):
+            self._planned_for = self._trial = None
         is_another = builder.sealed is not None and builder.sealed.digest != present.digest
         if is_another:
             self._compile_again()
@@ -139,6 +141,11 @@ class AutomaticPlan:
         self._is_on_trial = is_another and not self._is_on_trial
         number = reducer.iteration_number
         self._next_at = _after_next_agreement_point(number) if self._is_on_trial else number + AGAIN_AFTER
+
+    @property
+    def _what(self) -> str:
+        """What `_step_s` is."""
+        return "a step" if self._replica.reducer.gathers_parameters else "a forward with its backward"
 
     def _step_s(self, report: StepReport) -> float:
         """A forward and a backward; with a sharded optimizer from one forward to the next, as its step sends too."""
@@ -154,9 +161,8 @@ class AutomaticPlan:
         trial, self._trial = self._trial, None
         is_worse = step_s > trial.step_s * (1 + MOST_LOSS)
         log.info(
-            "%s: plan %s: a forward and backward take %.2f ms; %.2f ms were expected, and with plan %s they took"
-            " %.2f ms%s",
-            *(this_rank(), present.digest, step_s * 1e3, trial.expected_s * 1e3, trial.plan.digest),
+            "%s: plan %s: %s took %.2f ms; %.2f ms were expected, and with plan %s it took %.2f ms%s",
+            *(this_rank(), present.digest, self._what, step_s * 1e3, trial.expected_s * 1e3, trial.plan.digest),
             *(trial.step_s * 1e3, ", so that one comes back" if is_worse else ""),
         )
         return replace(trial.plan, generation=present.generation + 1) if is_worse else present
@@ -174,9 +180,9 @@ class AutomaticPlan:
         expected_s = step_s - following.present_s + following.expected_s
         self._trial = _Trial(present, step_s, expected_s)
         log.info(
-            "%s: plan %s of %s replaces plan %s of %d: a forward and backward take %.2f ms, and %.2f ms are expected",
+            "%s: plan %s of %s replaces plan %s of %d: %s took %.2f ms, and %.2f ms are expected",
             *(this_rank(), following.plan.digest, number_of(len(following.plan.buckets), "bucket"), present.digest),
-            *(len(present.buckets), step_s * 1e3, expected_s * 1e3),
+            *(len(present.buckets), self._what, step_s * 1e3, expected_s * 1e3),
         )
         return following.plan
 
@@ -192,7 +198,7 @@ class AutomaticPlan:
             reduce, gather = measure_link(group, self._replica.device), None
             if gathers:  # a reduce-scatter and an all-gather are an all-reduce together
                 reduce = gather = Collective(latency_s=reduce.latency_s / 2, s_per_byte=reduce.s_per_byte / 2)
-        return computation.with_transfers(reduce, gather)
+        return computation.with_transfers(reduce, gather, group.size() if gathers else 1)
 
 
 class _Trial(NamedTuple):

@@ -248,7 +248,7 @@ class ReplicateState:
         if self.requires_sync:
             self.reducer.await_at_the_end(self.buffers.after_forward())
             self.reducer.search_unused_parameters(outputs)
-        # In evaluation mode, no_grad may have been forgotten.
+        # In evaluation mode a forward need not have a backward: no_grad may have been forgotten.
         self.monitor.forward_ends(kind, outputs if self.requires_sync else None, trains=module.training)
         return outputs
 

@@ -7,8 +7,8 @@ are medians over ranks and steps, so one slow rank, or a slow step, does not mov
 
 A report knows when a whole bucket was ready. Its gradients are taken to have come evenly by bytes since the bucket
 before it. When the forward reads a parameter is not measured: it is taken to read them in the opposite order, evenly by
-the time of their gradients. A report knows the optimizer's time only if that is sharded: from the launch of one
-bucket's gather to that of the next one.
+the time of their gradients. The optimizer's time is in a report only if it is sharded: from the launch of one bucket's
+gather to the next.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def computation_of(report: StepReport, names: Sequence[str], sizes: Sequence[int
         needed_s=[forward_s * (1 - ready_of_name[name] / before_s) if before_s else 0.0 for name in names],
         forward_s=forward_s,
         launch_s=max(0.0, median(launches)),
-        step_s_per_byte=max(0.0, median(steps_s)) if steps_s else 0.0,
+        step_s_per_byte=max(0.0, median(steps_s)) * len(report.steps[0].ranks) if steps_s else 0.0,
     )
 
 
@@ -96,6 +96,23 @@ def collective_of(report: StepReport, world_size: int, kind: Kind = "reduce") ->
     return fit_collective({size: median(each) for size, each in times.items()}, "measure more steps")
 
 
+def all_reduce_of(report: StepReport, world_size: int) -> Collective:
+    """The alpha-beta model of an all-reduce; of both transfers together if the optimizer is sharded.
+
+    Args:
+        report: See `collective_of`.
+        world_size: See `collective_of`.
+
+    Raises:
+        ValueError: As `collective_of`.
+    """
+    reduce = collective_of(report, world_size)
+    if not any(t.kind == "gather" for step in report.steps for rank in step.ranks for t in rank.transfers):
+        return reduce
+    gather = collective_of(report, world_size, "gather")
+    return Collective(latency_s=reduce.latency_s + gather.latency_s, s_per_byte=reduce.s_per_byte + gather.s_per_byte)
+
+
 def _forward_s(rank: RankStep) -> float:
     """Its forward, without what it has waited for gathers."""
     assert rank.backward_began is not None
@@ -114,7 +131,7 @@ def _ready_s(rank: RankStep, bucket: int) -> float | None:
 
 
 def _step_s_per_byte(rank: RankStep) -> Iterable[float]:
-    """Seconds for each byte of a bucket, of the buckets that a sharded optimizer steps after another one."""
+    """Seconds in which this rank steps its part, for each byte of a bucket; not of the bucket that is stepped first."""
     gathers = [transfer for transfer in rank.transfers if transfer.kind == "gather" and transfer.num_bytes]
     for before, after in itertools.pairwise(gathers):
         yield (after.launched - before.launch_returned) / after.num_bytes

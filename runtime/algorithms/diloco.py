@@ -48,7 +48,7 @@ class DiLoCoAlgorithm(ParameterAverage):
         self.name += f", after {config.warmup_steps} steps" if has_warmup else ""
         self.name += f", delayed by {config.fragment_sync_delay} with alpha {config.fragment_update_alpha}"
         self.name += f", {config.wire_dtype}, outer lr {config.outer_lr}, momentum {config.outer_momentum})"
-        self._begins_anew = has_warmup  # or parameters were loaded, but not g and m
+        self._begins_anew = False  # parameters may differ between the ranks, and g and m are of others
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
         """There must be as many parameters as fragments."""
@@ -78,11 +78,16 @@ class DiLoCoAlgorithm(ParameterAverage):
         if self.sends_gradients:
             return False
         step = self.num_steps + 1 - self._warmup_steps
-        return self._begins_anew or any(fragment.acts_after(step) for fragment in self._fragments)
+        begins = self._begins_anew or self._warmup_has_ended
+        return begins or any(fragment.acts_after(step) for fragment in self._fragments)
+
+    @property
+    def _warmup_has_ended(self) -> bool:
+        """Whether this is the first step after warm-up."""
+        return 0 < self._warmup_steps == self.num_steps
 
     def after_backward(self) -> None:
-        """After warm-up, the first cycle begins before the first local step."""
-        if self._begins_anew and not self.sends_gradients:
+        if self._begins_anew or self._warmup_has_ended:
             self._begin_anew()
         super().after_backward()
 
@@ -127,7 +132,12 @@ class DiLoCoAlgorithm(ParameterAverage):
         state = super().state_dict()
         self.finish_exchanges()
         fragments = [fragment.state_dict() for fragment in self._fragments]
-        return {**state, "begins_anew": self._begins_anew, "fragments": fragments}
+        flags = {"begins_anew": self._begins_anew, "is_in_warmup": self._is_in_warmup}
+        return {**state, **flags, "fragments": fragments}
+
+    @property
+    def _is_in_warmup(self) -> bool:
+        return self.sends_gradients or self._warmup_has_ended
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume; load the module's parameters first."""
@@ -136,7 +146,8 @@ class DiLoCoAlgorithm(ParameterAverage):
         for fragment, given in zip(self._fragments, state["fragments"], strict=True):
             fragment.load_state_dict(given)
         super().load_state_dict(state)
-        self._begins_anew = state["begins_anew"] or self.sends_gradients
+        # With other settings warm-up may be over, so that g and m are too old, or not over, and parameters differ.
+        self._begins_anew = state["begins_anew"] or state["is_in_warmup"] != self._is_in_warmup
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:
         super().refuse_state(state)
@@ -367,8 +378,8 @@ class DiLoCo(AlgorithmConfig):
         wire_dtype: ``torch.float32``, ``torch.bfloat16``, or ``torch.uint8``: eight bits a value, relative to the
             smallest and largest value of a chunk for each rank. What they lose is added the next time.
         outer_lr: Learning rate of the outer optimizer.
-        outer_momentum: Its Nesterov momentum; 0 with ``outer_lr=1`` averages parameters. The default is for cycles of
-            hundreds of steps; 0.6 was better for one of 10.
+        outer_momentum: Its Nesterov momentum; 0 with ``outer_lr=1`` averages parameters. The defaults are for cycles of
+            hundreds of steps; for 10 steps, ``outer_lr=1`` and ``outer_momentum=0.5`` were better.
         warmup_steps: Number of steps in which gradients are averaged first, as by ``GradientAllReduce()``. The paper's
             models had been trained so for about a quarter of all steps.
 

@@ -111,22 +111,23 @@ class BucketSet:
         if not any(bucket.frame is None for bucket in self.plan.buckets):
             return
         # Inside ``Join``, a rank that had no input in the first iteration knows no order.
-        self.replace_plan(self._builder.reorder_tail(tuple(order)) if order else self.plan)
+        self.replace_plan(self.plan_of_rank_0(self._builder.reorder_tail(tuple(order)) if order else self.plan))
 
-    def replace_plan(self, proposed: BucketPlan) -> None:
-        """Between two iterations, on every rank: reduce by what rank 0 proposes from now on. Gradients stay.
-
-        Its tail is not packed again.
+    def plan_of_rank_0(self, proposed: BucketPlan) -> BucketPlan:
+        """What rank 0 proposes; called between two iterations, on every rank.
 
         Raises:
             ReductionError: Another rank did not come.
         """
-        assert self.plan is not None
-        before, old_buckets, self._arrival_order = self.plan, self.buckets, None
         try:
-            plan = plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
+            return plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
         except RuntimeError as error:
             raise self._no_plan(error) from error
+
+    def replace_plan(self, plan: BucketPlan) -> None:
+        """Reduce by this plan from now on. Gradients stay. The eager tail is not packed again after this."""
+        assert self.plan is not None
+        before, old_buckets, self._arrival_order = self.plan, self.buckets, None
         if plan == before:
             return
         self._install(plan)

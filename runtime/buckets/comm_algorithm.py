@@ -48,8 +48,8 @@ class Traits:
         on_one_rank: Buckets are launched at world size 1 as well.
         takes_sparse: A bucket may be one sparse gradient.
         takes_dtypes: The dtypes that gradients may have; all if None.
-        keeps_buckets: The algorithm keeps something for each bucket of the first backward; otherwise those of
-            parameters that no graph shows are packed anew after it.
+        keeps_buckets: The algorithm keeps something for each bucket, so none is packed again after the first
+            backward. If False, those of parameters that no graph shows are.
         takes_shadows: A rank that has no input left may take part with zeros, inside ``Join``. Never where parameters
             are communicated.
         in_step: The ranks come to the same iterations together. If False, no rank waits for another, so nothing else,

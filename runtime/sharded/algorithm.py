@@ -264,8 +264,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._transfers.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         has_gradient, is_stale = on_any_rank.tolist()
         for old in (bucket for bucket in before if any(has_gradient[index] for index in bucket.param_indices)):
-            for index, gradient in old.whole_gradients(old.stepped_dtype).items():
-                if index in place_of:
+            for index, gradient in old.gather_whole(lambda piece: piece.gradient, old.stepped_dtype).items():
+                if has_gradient[index] and index in place_of:
                     bucket, piece = place_of[index]
                     optimizer_of[index].set_gradient(piece, bucket.part_of(piece, gradient))
         for piece in old_pieces:

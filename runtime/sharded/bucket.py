@@ -52,6 +52,12 @@ class Piece:
         """Its part of a tensor like the flat buffer."""
         return flat[self.in_flat :].as_strided(self.stepped.shape, self.stepped.stride())
 
+    @property
+    def gradient(self) -> Tensor | None:
+        """``.grad`` as a plain tensor."""
+        gradient = self.stepped.grad
+        return None if gradient is None else gradient.as_subclass(Tensor)
+
     def accumulate(self, shard: Tensor, unscaled: Callable[[Tensor], None]) -> None:
         """Set ``.grad`` to its part of a reduced shard, shape (n,) on memory of its own, or add that to it."""
         gradient = self.of_shard(shard)
@@ -240,18 +246,14 @@ class ShardedBucket:
             self._transfers.all_gather(shards, self.cut).wait()
             return self._assemble(shards if device is None else shards.to(device))
 
-    def whole_gradients(self, dtype: torch.dtype | None = None) -> dict[int, Tensor]:
-        """A new tensor for each parameter that has a gradient on any rank; to be called on every rank.
-
-        Args:
-            dtype: Of the tensors; that of the parameters if None.
-        """
+    def whole_gradients(self) -> dict[int, Tensor]:
+        """A new tensor for each parameter that has a gradient on any rank; to be called on every rank."""
         present = torch.zeros(len(self.parameters), dtype=torch.int64, device=self.flat.device)
         for piece in self.pieces:
             if piece.stepped.grad is not None:
                 present[self._position(piece.index)] = 1
         self._transfers.all_reduce(present, dist.ReduceOp.MAX)
-        values = self.gather_whole(_gradient_of, dtype or self.flat.dtype)
+        values = self.gather_whole(lambda piece: piece.gradient, self.flat.dtype)
         is_present = zip(self.param_indices, present.tolist(), strict=True)
         return {index: values[index] for index, any_has in is_present if any_has}
 
@@ -271,8 +273,3 @@ class ShardedBucket:
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
-
-
-def _gradient_of(piece: Piece) -> Tensor | None:
-    gradient = piece.stepped.grad
-    return None if gradient is None else gradient.as_subclass(Tensor)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -56,7 +57,7 @@ def load_sharded_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[
         state_dict: Returned by `sharded_optimizer_state_dict`, after ``dcp.load``.
 
     Raises:
-        ReplicationError: The optimizer is not sharded, or has no pieces yet.
+        ReplicationError: The optimizer is not sharded, or has no pieces yet, or its states are other tensors since.
     """
     _pieces_of(optimizer).load_sharded_state_dict(state_dict)
 
@@ -81,18 +82,26 @@ class PartOfTensor(Tensor):
         begin: Number of the first one.
         whole: Has the shape, the strides, which leave no gaps, and the device of the whole tensor.
         dtype: Of the whole tensor.
+        is_still: Whether this rank's part of the state is still ``values``, which is its argument.
     """
 
     _boxes: dict[torch.Size, Tensor]
-    _part: Tensor | None
+    _is_current: Callable[[], bool]
 
     @staticmethod
-    def __new__(cls, values: Tensor | None, begin: int, whole: Tensor, dtype: torch.dtype) -> PartOfTensor:
+    def __new__(
+        cls,
+        values: Tensor | None,
+        begin: int,
+        whole: Tensor,
+        dtype: torch.dtype,
+        is_still: Callable[[Tensor | None], bool],
+    ) -> PartOfTensor:
         part: PartOfTensor = torch_internals.wrapper_subclass(cls, whole.shape, whole.stride(), dtype, whole.device)
         strides = whole.stride()
         order = sorted(range(whole.dim()), key=lambda dim: (-strides[dim], dim))
         back = [order.index(dim) for dim in range(whole.dim())]
-        part._boxes, part._part, done = {}, values, 0
+        part._boxes, part._is_current, done = {}, partial(is_still, values), 0
         if values is not None and (values.shape == whole.shape or not whole.numel()):  # one rank saves an empty tensor
             part._boxes[torch.Size([0] * whole.dim())] = values.view(whole.shape)
             return part
@@ -103,15 +112,16 @@ class PartOfTensor(Tensor):
             done += math.prod(sizes)
         return part
 
-    def __init__(self, values: Tensor | None, begin: int, whole: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, *_args: Any) -> None:
         """Nothing is left to do."""
 
-    def refuse_unless_of(self, state: Tensor | None, name: str) -> None:
-        """Raise a ReplicationError unless it represents this tensor, so that loading has written it."""
-        if self._part is not state:
+    def refuse_if_replaced(self) -> None:
+        """Raise a ReplicationError unless it still represents a state of the optimizer."""
+        if not self._is_current():
             raise ReplicationError(
-                f"{name} has become another tensor since sharded_optimizer_state_dict(optimizer) was called: the bucket"
-                " plan was replaced, or a state_dict was loaded. Call it again before dcp.load"
+                f"{this_rank()}: a state of shape {list(self.shape)} has another tensor now than when"
+                " sharded_optimizer_state_dict(optimizer) was called: the bucket plan has changed, a state_dict was"
+                " loaded, or the optimizer has replaced it. Call it again for each dcp.save and dcp.load"
             )
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
@@ -134,6 +144,7 @@ class PartOfTensor(Tensor):
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        self.refuse_if_replaced()
         return [
             WriteItem(
                 index=MetadataIndex(fqn, offsets),
@@ -150,6 +161,7 @@ class PartOfTensor(Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+        self.refuse_if_replaced()
         return [ChunkStorageMetadata(offsets=offsets, sizes=box.shape) for offsets, box in self._boxes.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -122,7 +122,7 @@ class ShardedGradients:
         self._not_zeroed = set()
 
     def forward_ends(self) -> None:
-        """Bring back what was hidden before the forward, which may have no backward."""
+        """Bring back what `remove` took away before the forward, which may have no backward."""
         self.show_again()
         self._makes_way = True
 

@@ -97,7 +97,7 @@ class JointStep:
         self._due.remove(optimizer)
         self._stepping = None
         if not self._due:
-            self._complete = set()  # their plan may be replaced
+            self._complete = set()  # holds no bucket between steps: a change of the plan frees them
         else:
             self._ended.append(streams.record(optimizer.buckets[0].flat.device))
         optimizer.note_step()

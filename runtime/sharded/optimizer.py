@@ -106,7 +106,7 @@ class SteppedPieces:
         self._attributes += attributes
 
     def objection_of_all(self, when: str) -> str:
-        """Why parameters, or states, cannot be moved into flat buffers: what the first rank says that objects.
+        """Why parameters or states cannot move into flat buffers, in the words of the first rank that objects.
 
         Returns:
             The same on every rank; empty if none objects.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ class ShardedStates:
         self._bucket_of = {index: bucket for bucket in buckets for index in bucket.param_indices}
         own = set(numbers.values())
         self._pieces = {piece.index: piece for bucket in buckets for piece in bucket.pieces if piece.index in own}
+        self._is_replaced = False  # by the states of another plan
         self._place_of = {}  # among the whole parameters, by ``id``
         for place, (parameter, index) in enumerate(self._whole):
             mine = self._pieces[index].stepped if index in self._pieces else parameter
@@ -79,18 +80,22 @@ class ShardedStates:
     def hand_over_to(self, following: ShardedStates) -> None:
         """Give the pieces of another plan these states as they are; to be called on every rank.
 
-        States of parameters that are cut are gathered, one bucket at a time. Owners keep theirs.
+        States of parameters that are cut are gathered, one state of one bucket at a time. Owners keep theirs.
         """
+        self._is_replaced = True
         states, device = self._optimizer.state, self._buckets[0].flat.device
         described = self._describe_all(on_device=True, owned=False)
         for bucket in self._buckets:
-            whole = self._gather(bucket, described, device)
+            cut = {index: dict(described[index]) for index in bucket.param_indices if index in described}
+            for index, key, value in self._gather(bucket, described, device):
+                if index in following._pieces:
+                    cut[index] |= following._cut(index, {key: value}, keeps_dtypes=True)
             for piece in bucket.pieces:
                 state = states.pop(piece.stepped, None)
                 if state and bucket.has_owner(piece.index):
                     states[following._pieces[piece.index].stepped] = state
-            for index in whole.keys() & following._pieces.keys():
-                states[following._pieces[index].stepped] = following._cut(index, whole[index], keeps_dtypes=True)
+            for index in cut.keys() & following._pieces.keys():
+                states[following._pieces[index].stepped] = cut[index]
 
     def whole(self, state_dict: Mapping[str, Any], names: Sequence[list[str] | None]) -> dict[str, Any]:
         """A state_dict of whole parameters from one of this rank's pieces; to be called on every rank."""
@@ -151,7 +156,7 @@ class ShardedStates:
             state = states.get(self._pieces[index].stepped, {}) if index in self._pieces else {}
             for key, value in state_dict["state"][name].items():
                 if isinstance(value, PartOfTensor):
-                    value.refuse_unless_of(state.get(key), f"state {key} of {name}")
+                    value.refuse_if_replaced()
                 elif index in self._pieces:
                     state[key] = _paired(value, state.get(key), _on_device_of)
         for group, loaded in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
@@ -162,9 +167,17 @@ class ShardedStates:
         state = {} if piece is None else self._optimizer.state.get(piece.stepped, {})
         begin = 0 if piece is None else piece.begin
         return {
-            key: PartOfTensor(state.get(key), begin, whole, value) if _is_cut(value) else value
+            key: PartOfTensor(state.get(key), begin, whole, value, partial(self._is_still, index, key))
+            if _is_cut(value)
+            else value
             for key, value in described.items()
         }
+
+    def _is_still(self, index: int, key: str, value: Tensor | None) -> bool:
+        """Whether this rank's part of a state is still this tensor."""
+        piece = self._pieces.get(index)
+        state = None if piece is None else self._optimizer.state.get(piece.stepped, {}).get(key)
+        return not self._is_replaced and state is value
 
     def _cut(self, index: int, state: Mapping[str, Any], keeps_dtypes: bool = False) -> dict[str, Any]:
         """A piece's part of the states of a whole parameter, in the dtypes that torch would load them in.
@@ -198,20 +211,29 @@ class ShardedStates:
         described, cpu = self._describe_all(on_device), torch.device("cpu")
         gathered: dict[int, dict[str, Any]] = {}
         for bucket in self._buckets:
-            gathered |= self._gather(bucket, described, cpu)
+            gathered |= {index: dict(described[index]) for index in bucket.param_indices if index in described}
+            for index, key, value in self._gather(bucket, described, cpu):
+                gathered[index][key] = value
         return gathered
 
     def _gather(
         self, bucket: ShardedBucket, described: Mapping[int, Mapping[str, Any]], device: torch.device
-    ) -> dict[int, dict[str, Any]]:
-        """The states of a bucket's whole parameters, from what `_describe_all` returns."""
-        states = {index: dict(described[index]) for index in bucket.param_indices if index in described}
-        kinds = {(key, value) for state in states.values() for key, value in state.items() if _is_cut(value)}
+    ) -> Iterator[tuple[int, str, Any]]:
+        """The states of a bucket's whole parameters, one after the other, from what `_describe_all` returns."""
+        kinds = {
+            (key, value)
+            for index in bucket.param_indices
+            for key, value in described.get(index, {}).items()
+            if _is_cut(value)
+        }
         for key, dtype in sorted(kinds, key=repr):
             for index, value in bucket.gather_whole(partial(self._state_to_cut, key), dtype, device).items():
                 if described.get(index, {}).get(key) == dtype:
-                    states[index][key] = value
-        return states
+                    yield index, key, value
+        for index in bucket.param_indices:
+            for key, value in described.get(index, {}).items():
+                if not _is_cut(value):
+                    yield index, key, value
 
     def _state_to_cut(self, key: str, piece: Piece) -> Tensor | None:
         value = self._optimizer.state.get(piece.stepped, {}).get(key)
@@ -248,13 +270,15 @@ class ShardedStates:
             for key, value in self._optimizer.state.get(piece.stepped, {}).items():
                 if self._state_to_cut(key, piece) is not None:
                     of_piece[key] = value.dtype
-                elif isinstance(value, Tensor) and value.dim() and not bucket.has_owner(index):
-                    raise ReplicationError(
-                        f"state {key} of the piece of {bucket.name_of(index)} has the shape {list(value.shape)}, and"
-                        f" the piece {list(piece.stepped.shape)}, so it cannot be put together with the other ranks'"
-                    )
-                else:
-                    of_piece[key] = _mapped(value, _sent)
+                    continue
+                for tensor in _tensors_in(value) if not bucket.has_owner(index) else ():
+                    if tensor.dim():
+                        raise ReplicationError(
+                            f"state {key} of the piece of {bucket.name_of(index)} has a tensor of shape"
+                            f" {list(tensor.shape)}, and the piece {list(piece.stepped.shape)}, so it cannot be put"
+                            " together with the other ranks'"
+                        )
+                of_piece[key] = _mapped(value, _sent)
         return {index: of_piece for index, of_piece in described.items() if of_piece}
 
 
@@ -279,6 +303,13 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_mapped(each, function) for each in value)
     return value
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Those of a state, which may be in lists and dicts."""
+    found: list[Tensor] = []
+    _mapped(value, found.append)
+    return found
 
 
 def _as_state_of(parameter: Parameter, other: torch.dtype | None, value: Tensor) -> Tensor:

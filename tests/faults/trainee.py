@@ -31,7 +31,7 @@ from ddp_compile.algorithms import Decentralized, DiLoCo
 
 NUM_STEPS = 12
 STEPS_BETWEEN_CHECKPOINTS = 4
-FAULTY_STEP = 9  #: a checkpoint of step 8 exists by then
+FAULTY_STEP = 9  #: after every rank has written a checkpoint of step 8
 GROUP_TIMEOUT_S = 8.0
 #: How long the network or the store does not answer. The ranks are not started again within the difference.
 SHORT_S, LONG_S = 3.0, GROUP_TIMEOUT_S + 1.5
@@ -59,6 +59,9 @@ class Faults:
         """Called at every point of a step."""
         if self._kind is not None and (self.step, point) == (FAULTY_STEP, self._at):
             kind, self._kind = self._kind, None
+            newest = FAULTY_STEP // STEPS_BETWEEN_CHECKPOINTS * STEPS_BETWEEN_CHECKPOINTS
+            while len([*self._folder.glob(f"checkpoints/step_{newest}.rank*.pt")]) < dist.get_world_size():
+                time.sleep(0.01)  # another rank may be a step behind
             (self._folder / "struck").touch()
             _STRIKES[kind](self._folder)
 

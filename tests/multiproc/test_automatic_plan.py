@@ -226,7 +226,7 @@ def test_a_plan_that_turns_out_slower_goes_and_the_log_says_what_came() -> None:
     decisions = [text for text in records if "plan" in text]
     if dist.get_rank() == 0:
         assert len(decisions) == 2, records
-        assert "a forward and backward take" in decisions[0] and "ms are expected" in decisions[0]
+        assert "a forward with its backward took" in decisions[0] and "ms are expected" in decisions[0]
         assert "ms were expected" in decisions[1] and decisions[1].endswith("so that one comes back")
     else:
         assert not decisions

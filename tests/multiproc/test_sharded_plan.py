@@ -14,6 +14,7 @@ from sharded_pairs import CAP_MB, KINDS, Pair, batch
 from test_sharded_refusals import said_by
 
 from ddp_compile import ReplicationError, load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
+from ddp_compile.runtime.sharded.checkpoint import PartOfTensor
 
 
 @torch.compiler.set_stance("force_eager")
@@ -129,9 +130,16 @@ def test_states_for_dcp_that_are_no_longer_those_of_the_optimizer_are_refused() 
     states = [sharded_optimizer_state_dict(each) for each in pair.optimizers]
     for each, state in zip(pair.optimizers, states, strict=True):
         load_sharded_optimizer_state_dict(each, state)
-    replace_plan(pair.model, 1.0)
+    pair.train(1)
     for each, state in zip(pair.optimizers, states, strict=True):
-        with pytest.raises(ReplicationError, match="has become another tensor since sharded_optimizer_state_dict"):
+        load_sharded_optimizer_state_dict(each, state)  # steps write in place
+    replace_plan(pair.model, 1.0)
+    parts = [value for state in states for of in state["state"].values() for value in of.values()]
+    for part in (part for part in parts if isinstance(part, PartOfTensor)):
+        with pytest.raises(ReplicationError, match="Call it again for each dcp"):
+            part.__create_write_items__("state", part)
+    for each, state in zip(pair.optimizers, states, strict=True):
+        with pytest.raises(ReplicationError, match="has another tensor now than when sharded_optimizer_state_dict"):
             load_sharded_optimizer_state_dict(each, state)
 
 
