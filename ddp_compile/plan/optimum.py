@@ -179,7 +179,7 @@ def _with_launches(problem: _Problem, costs: Costs) -> list[int]:
         # -1 stands for a schedule of fewer launches.
         before.append((begin, torch.where(better, torch.where(ends[1] < ends[0], chosen[1], chosen[0]), -1)))
         held_s[begin:] = torch.where(better, end_s, held_s[begin:])
-        # With one more launch, only schedules that extend one improved just now can end earlier: all others launch later.
+        # With one more launch, only schedules that extend one improved just now can end earlier: others launch later.
         begin += int(better.nonzero()[0, 0]) + 1
         if begin == len(sent):
             break
