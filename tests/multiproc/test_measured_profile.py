@@ -1,0 +1,54 @@
+"""A report of ``model.measure()`` as the ``--profile`` of ``python -m ddp_compile plan``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of
+from rank_pool import Ranks
+
+from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.__main__ import main
+
+WIDTH = 257
+
+
+def net() -> Any:
+    torch.manual_seed(1)
+    return Mlp(WIDTH, 4), torch.ones(8, WIDTH)
+
+
+def measured(is_sharded: bool) -> str:
+    module, _ = net()
+    model: Any = ddp_compile(module, bucket_cap_mb=[0.2, 0.6], backend="aot_eager")
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    if is_sharded:
+        shard_optimizer(optimizer, model)
+    measurement = model.measure(steps=8)
+    for step in range(10):
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss_of(model(torch.randn(8, WIDTH))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return measurement.report().to_json()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_measured_report_is_a_profile(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path, is_sharded: bool
+) -> None:
+    path, plan = tmp_path / "report.json", tmp_path / "plan.json"
+    path.write_text(ranks(2).run(measured, is_sharded)[0])
+    link = ("--world-size", "2", "--bandwidth", "1gbit", "--latency", "20us")
+    assert main(["plan", f"{__name__}:net", "--profile", str(path), "--save", str(plan), *link]) == 0
+    out, err = capsys.readouterr()
+    assert not err and out.startswith("8 gradients, 1.0 MiB; ")
+    assert ("its optimizer's time is not known and left out" in out) != is_sharded
+    times = {name.strip(): float(ms) for name, ms in re.findall(r"^(\S.*?)  +(\d+\.\d\d) ", out, re.MULTILINE)}
+    assert times["optimal boundaries"] <= times["default buckets"]
+    assert plan.exists()
