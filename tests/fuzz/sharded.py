@@ -224,7 +224,7 @@ def clip(t: Training, found: Observation, order: float) -> None:
     if t.norms is None:
         found["norm"] = t.model.clip_grad_norm_(0.3, order)
         return
-    gradients = [p.grad.double().flatten() for p in t.parameters if p.grad is not None]
+    gradients = [p.grad.double().flatten() for p in t.parameters if p.grad is not None and p.numel()]
     found["norm"] = torch.linalg.vector_norm(torch.cat(gradients), order) if gradients else torch.tensor(0.0)
     clip_grads_with_norm_(t.parameters, 0.3, t.norms.pop(0))
 
