@@ -269,7 +269,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
                     bucket, piece = place_of[index]
                     optimizer_of[index].set_gradient(piece, bucket.part_of(piece, gradient))
         for piece in old_pieces:
-            piece.stepped.grad = None  # a user may have kept the tensor
+            piece.zero(set_to_none=True)  # a user may have kept the tensor
         self._gradients.note_moved({index for index, stale in enumerate(is_stale) if stale})
 
     @property
