@@ -43,17 +43,13 @@ def assert_resumed(run: Run, expected: list[dict[int, float]], checkpoint: int) 
 
 
 CASES = [
-    ("default", "kill", "backward"),
-    *(
-        pytest.param(way, fault, at, marks=pytest.mark.long)
-        for way in WAYS
-        for fault, at in (*(("kill", point) for point in POINTS), ("out of memory", "backward"))
-        if (way, fault, at) != ("default", "kill", "backward")
-    ),
+    (way, fault, at)
+    for way in WAYS
+    for fault, at in (*(("kill", point) for point in POINTS), ("out of memory", "backward"))
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "fault", "at"), CASES)
 def test_a_rank_that_ends_is_started_again(
     way: str, fault: str, at: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
