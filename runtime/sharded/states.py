@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError
 from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharded.checkpoint import PartOfTensor
@@ -271,7 +272,7 @@ class ShardedStates:
                 if self._state_to_cut(key, piece) is not None:
                     of_piece[key] = value.dtype
                     continue
-                for tensor in _tensors_in(value) if not bucket.has_owner(index) else ():
+                for tensor in torch_internals.tensors_in(value) if not bucket.has_owner(index) else ():
                     if tensor.dim():
                         raise ReplicationError(
                             f"state {key} of the piece of {bucket.name_of(index)} has a tensor of shape"
@@ -303,13 +304,6 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_mapped(each, function) for each in value)
     return value
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """Those of a state, which may be in lists and dicts."""
-    found: list[Tensor] = []
-    _mapped(value, found.append)
-    return found
 
 
 def _as_state_of(parameter: Parameter, other: torch.dtype | None, value: Tensor) -> Tensor:
