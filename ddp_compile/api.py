@@ -20,6 +20,7 @@ from ddp_compile.config import (
     ReplicateConfig,
     SplitMode,
     caps_from_mib,
+    limit_from_mib,
     refuse_positional_arguments,
     refuse_unknown_arguments,
 )
@@ -42,6 +43,7 @@ def ddp_compile(
     device_mesh: DeviceMesh | None = None,
     bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = None,
     first_bucket_cap_mb: float = 1.0,
+    max_bucket_cap_mb: float | None = None,
     bucket_plan: str | os.PathLike[str] | None = None,
     split: SplitMode = "auto",
     broadcast_buffers: bool = True,
@@ -85,6 +87,8 @@ def ddp_compile(
             launch order. None means 5 on a CPU and 25 on a GPU. "auto" measures some of the first steps, and replaces
             the plan by one that ends them earlier if there is one: docs/planning.md.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first; at most ``bucket_cap_mb``.
+        max_bucket_cap_mb: Limit in MiB for plans of ``bucket_cap_mb="auto"``: no bucket of several gradients is larger.
+            It bounds the memory of one bucket with ``lazy_bucket_allocation`` or a sharded optimizer.
         bucket_plan: A file that ``model.bucket_plan.save(path)`` or ``python -m ddp_compile plan --save path`` has
             written, with a plan of the same model. It replaces the capacities.
         split: How buckets are launched while a compiled backward runs. "forward" cuts graphs at bucket boundaries;
@@ -163,8 +167,10 @@ def ddp_compile(
     ignored = names_to_ignore(parameters_to_ignore) - delayed.named.keys()
     check_module(module, ignored | delayed.named.keys())
     check_algorithm(algorithm)
+    max_bucket_bytes = limit_from_mib(max_bucket_cap_mb, bucket_cap_mb)
+    caps_bytes = caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, next(module.parameters()).device.type)
     config = ReplicateConfig(
-        caps_bytes=caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, next(module.parameters()).device.type),
+        caps_bytes=caps_bytes if max_bucket_bytes is None else tuple(min(cap, max_bucket_bytes) for cap in caps_bytes),
         split=split,
         broadcast_buffers=broadcast_buffers,
         init_sync=init_sync,
@@ -181,6 +187,7 @@ def ddp_compile(
         regions=regions,
         bucket_plan=bucket_plan,
         plans_from_measurements=bucket_cap_mb == "auto",
+        max_bucket_bytes=max_bucket_bytes,
     )
     if find_unused_parameters and static_graph:
         warnings.warn(

@@ -98,6 +98,7 @@ class ReplicateConfig:
         regions: The submodules to compile as regions; None for none.
         bucket_plan: The file of a saved plan; None to pack to ``caps_bytes``.
         plans_from_measurements: Whether measured steps may replace the plan.
+        max_bucket_bytes: No bucket of several gradients of such a plan is larger; None for no limit.
     """
 
     caps_bytes: tuple[int, ...]
@@ -117,6 +118,7 @@ class ReplicateConfig:
     regions: RegionClasses | None = None
     bucket_plan: str | os.PathLike[str] | None = None
     plans_from_measurements: bool = False
+    max_bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):
@@ -169,6 +171,22 @@ def caps_from_mib(
         return tuple(_cap_bytes(f"bucket_cap_mb[{i}]", cap) for i, cap in enumerate(bucket_cap_mb))
     cap = _cap_bytes("bucket_cap_mb", bucket_cap_mb)
     return (min(first_cap, cap), cap)
+
+
+def limit_from_mib(max_bucket_cap_mb: float | None, bucket_cap_mb: object) -> int | None:
+    """The limit in bytes for buckets of ``bucket_cap_mb="auto"``; None for none.
+
+    Raises:
+        ValueError: The limit is not a number above zero, or ``bucket_cap_mb`` is not "auto".
+    """
+    if max_bucket_cap_mb is None:
+        return None
+    if bucket_cap_mb != "auto":
+        raise ValueError(
+            f"max_bucket_cap_mb={max_bucket_cap_mb!r} limits the plans of bucket_cap_mb='auto', and"
+            f" bucket_cap_mb={bucket_cap_mb!r}; drop it, or pass bucket_cap_mb='auto'"
+        )
+    return _cap_bytes("max_bucket_cap_mb", max_bucket_cap_mb)
 
 
 def _cap_bytes(setting: str, mib: Any) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ddp_compile import torch_internals
 from ddp_compile.commands.users_step import RETURNS, TracingError, UsersStep, loaded, raising_at, users_step
-from ddp_compile.config import caps_from_mib
+from ddp_compile.config import caps_from_mib, limit_from_mib
 from ddp_compile.plan.costs import Computation, Link
 from ddp_compile.plan.scenarios import Model, Prediction, predictions
 from ddp_compile.report.costs import all_reduce_of, computation_of
@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tflops", type=float, default=100.0, help="of a device, if no profile says (default: 100)")
     parser.add_argument(
         "--memory-bandwidth", type=float, default=1500.0, metavar="GB/S", help="of a device (default: 1500)"
+    )
+    parser.add_argument(
+        "--max-bucket-cap-mb", type=float, metavar="MIB", help="largest bucket of several gradients in optimal plans"
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the better one of the optimal plans")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw predicted steps over world sizes")
@@ -123,6 +126,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Model, str]:
         computation=computation,
         default_caps_bytes=caps_from_mib(None, 1.0, "cuda"),
         collective=collective,
+        largest_bytes=limit_from_mib(arguments.max_bucket_cap_mb, "auto"),
     )
     size = f"{len(gradients)} gradients, {model.num_bytes / 2**20:.1f} MiB"
     if collective is not None:

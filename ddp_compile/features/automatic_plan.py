@@ -172,7 +172,7 @@ class AutomaticPlan:
         if self._planned_for is not None and not _has_changed(self._planned_for, costs.reduce, present):
             return present
         self._planned_for = costs.reduce
-        following = replan(present, costs, LEAST_GAIN)
+        following = replan(present, costs, LEAST_GAIN, self._replica.config.max_bucket_bytes)
         if following is None:
             _log(0, "plan %s stays: none is expected to be %g %% faster", present.digest, LEAST_GAIN * 100)
             return present

@@ -35,7 +35,7 @@ another label beats in all four are dropped, and so are those whose bound exceed
 
 That is exact, and too slow for thousands of gradients. So if there are more than `EXACT_PIECES`, some places for
 boundaries are chosen, evenly by bytes. Then the boundaries that are best there are moved: places are chosen around
-them, twice as close each time, until they are next to each other. The result is not proved to be the optimum.
+them, closer each time. The result is not proved to be the optimum.
 """
 
 from __future__ import annotations
@@ -43,20 +43,30 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddp_compile.plan.costs import Collective, Costs
+from ddp_compile.plan.costs import Costs
 from ddp_compile.plan.schedule import Load, predict
 
 #: Up to so many pieces, plans for sharded optimizers are optimal.
 EXACT_PIECES = 48
+#: With more pieces, the first boundaries are chosen from about so many places, evenly by bytes.
+COARSE_PIECES = 16
+#: Each time, places are so many times closer.
+_CLOSER = 4
+#: Boundaries are not moved by less than one of so many parts of the pieces.
+_FINEST = 1000
+#: What a launch of a refined plan costs at least, in seconds, so that of equal plans one of few buckets is chosen.
+_LEAST_LAUNCH_S = 1e-6
 
 #: Times that differ by less are taken to be equal, so that rounding does not multiply the labels.
 _EPSILON_S = 1e-12
+#: Up to so many labels, all are compared with all at once.
+_AT_ONCE = 400
 
 
 class Piece(NamedTuple):
@@ -78,15 +88,13 @@ def optimal_ends(pieces: Sequence[Piece], costs: Costs, largest_bytes: int | Non
     """
     if not pieces:
         return []
-    problem = _Problem.of(pieces, largest_bytes)
-    if costs.gather is not None:
-        plans = _known_plans(problem, costs)
-        few = [ends for ends in plans if len(ends) <= EXACT_PIECES] or plans
-        ends = min(few, key=lambda ends: predict(merged(pieces, ends), costs).step_s)
-        if len(pieces) <= EXACT_PIECES:
-            return _with_gathers(problem, costs, pieces, ends)
-        return _refined(problem, costs, pieces, ends, largest_bytes)
-    return _with_launches(problem, costs) if costs.launch_s else _without_launches(problem, costs)
+    problem = _Problem.of([piece.load for piece in pieces], [piece.opens for piece in pieces], largest_bytes)
+    if costs.gather is None:
+        return _with_launches(problem, costs) if costs.launch_s else _without_launches(problem, costs)
+    ends = min(_known_plans(problem, costs), key=lambda ends: predict(problem.loads(ends), costs).step_s)
+    if len(pieces) <= EXACT_PIECES:
+        return _with_gathers(problem, costs, ends)
+    return _refined(problem, costs, ends, largest_bytes)
 
 
 def merged(pieces: Sequence[Piece], ends: Sequence[int]) -> list[Load]:
@@ -115,18 +123,23 @@ class _Problem:
     first: list[int]
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], largest_bytes: int | None) -> _Problem:
-        sent = [0.0, *itertools.accumulate(float(piece.load.num_bytes) for piece in pieces)]
-        ready_s = [0.0, *itertools.accumulate((piece.load.ready_s for piece in pieces), max)]
-        needed_s = list(itertools.accumulate((piece.load.needed_s for piece in pieces), min))
+    def of(cls, loads: Sequence[Load], opens: Sequence[bool], largest_bytes: int | None) -> _Problem:
+        sent = [0.0, *itertools.accumulate(float(load.num_bytes) for load in loads)]
+        ready_s = [0.0, *itertools.accumulate((load.ready_s for load in loads), max)]
+        needed_s = list(itertools.accumulate((load.needed_s for load in loads), min))
         first, least = [0], 0
-        for i, piece in enumerate(pieces):
-            if piece.opens:
+        for i, opens_here in enumerate(opens):
+            if opens_here:
                 least = i
             while largest_bytes is not None and least < i and sent[i + 1] - sent[least] > largest_bytes:
                 least += 1
             first.append(least)
         return cls(sent, ready_s, [needed_s[0], *needed_s], first)
+
+    def loads(self, ends: Sequence[int]) -> list[Load]:
+        """Those of the buckets that end there, for `predict`: needed when the first of all before is, see the note."""
+        pairs = itertools.pairwise([0, *ends])
+        return [Load(int(self.sent[end] - self.sent[j]), self.ready_s[end], self.needed_s[end]) for j, end in pairs]
 
 
 def _backtrack(before: Sequence[int], end: int) -> list[int]:
@@ -191,26 +204,22 @@ def _with_launches(problem: _Problem, costs: Costs) -> list[int]:
     return result[::-1]
 
 
-def _refined(
-    problem: _Problem, costs: Costs, pieces: Sequence[Piece], ends: list[int], largest_bytes: int | None
-) -> list[int]:
+def _refined(problem: _Problem, costs: Costs, ends: list[int], largest_bytes: int | None) -> list[int]:
     """Boundaries from coarse to fine, see Note [Two transfers a bucket]. ``ends`` are the best ones known."""
-    last = len(pieces)
-    shares = [problem.sent[-1] * i / EXACT_PIECES for i in range(1, EXACT_PIECES)]
+    costs = replace(costs, launch_s=max(costs.launch_s, _LEAST_LAUNCH_S))
+    last = len(problem.sent) - 1
+    shares = [problem.sent[-1] * i / COARSE_PIECES for i in range(1, COARSE_PIECES)]
     places = {*ends, *(bisect.bisect_left(problem.sent, share) for share in shares)}
-    reach = last
+    reach = 2 * last // COARSE_PIECES
     while True:
         chosen = _with_room(sorted(place for place in places if 0 < place <= last), problem.first)
-        parts = [
-            Piece(load, pieces[begin].opens)
-            for load, begin in zip(merged(pieces, chosen), [0, *chosen[:-1]], strict=True)
-        ]
-        numbers = {place: number for number, place in enumerate(chosen, start=1)}
-        known = [numbers[end] for end in ends]
-        ends = [chosen[number - 1] for number in _with_gathers(_Problem.of(parts, largest_bytes), costs, parts, known)]
-        if reach == 1:
+        opens = [problem.first[begin + 1] == begin for begin in [0, *chosen[:-1]]]
+        part = _Problem.of(problem.loads(chosen), opens, largest_bytes)
+        known = [chosen.index(end) + 1 for end in ends]
+        ends = [chosen[number - 1] for number in _with_gathers(part, costs, known)]
+        if reach <= max(1, last // _FINEST):
             return ends
-        reach = max(1, min(reach, 2 * last // EXACT_PIECES) // 2)
+        reach = max(1, reach // _CLOSER)
         places = {*ends, *(end + step for end in ends for step in (-reach, reach))}
 
 
@@ -224,66 +233,59 @@ def _with_room(places: Sequence[int], first: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(chosen))[1:]
 
 
-def _with_gathers(problem: _Problem, costs: Costs, pieces: Sequence[Piece], known: list[int]) -> list[int]:
+def _with_gathers(problem: _Problem, costs: Costs, known: list[int]) -> list[int]:
     """Note [Two transfers a bucket]. The labels have L + k launch_s for L, which the end of the step depends on."""
-    bounds = _Bounds.of(problem, costs)
-    best_s = bounds.end_s(predict(merged(pieces, known), costs).step_s)
+    bounds = _Bounds(problem, costs)
+    best_s = bounds.end_s(predict(problem.loads(known), costs).step_s)
     labels, num_pieces = _Labels(), len(problem.sent) - 1
     for i in range(1, num_pieces + 1):
-        begin = max(problem.first[i], bounds.first(i, best_s))
-        came_from, values = labels.since(begin)
-        found = bounds.extended(values, labels.positions_since(begin), i)
+        begin, values = labels.since(max(problem.first[i], bounds.first(i, best_s)))
+        found = bounds.extended(values, i)
         alive = torch.nonzero(bounds.least_end_s(found, i) < best_s - _EPSILON_S).squeeze(1)
-        found, came_from = found[:, alive], came_from[alive]
+        found = found[:, alive]
         kept = _undominated(bounds.until_next(found, i))
-        labels.add(i, found[:, kept], came_from[kept])
+        labels.add(found[:, kept], alive[kept] + begin)
     return labels.best_ends() or known
 
 
 def _known_plans(problem: _Problem, costs: Costs) -> list[list[int]]:
-    """Plans that are good, if not the best: those of capacities, and that which is best without gathers."""
+    """Plans of not too many buckets that are good, if not the best: of capacities, and the best one without gathers."""
+    last = len(problem.sent) - 1
     plans = [_with_launches(problem, costs) if costs.launch_s else _without_launches(problem, costs)]
     cap_bytes = max(problem.sent[-1], 1.0)
-    while len(plans) < 24 and len(plans[-1]) < len(problem.sent) - 1:
-        ends: list[int] = []
-        begin = 0
-        for i in range(1, len(problem.sent)):
-            if problem.first[i] > begin:
-                ends.append(i - 1)
-                begin = i - 1
-            if problem.sent[i] - problem.sent[begin] >= cap_bytes:
-                ends.append(i)
-                begin = i
-        plans.append(ends if begin == len(problem.sent) - 1 else [*ends, len(problem.sent) - 1])
+    for _ in range(15):
+        ends = [0]
+        while ends[-1] < last:
+            full = bisect.bisect_left(problem.sent, problem.sent[ends[-1]] + cap_bytes, ends[-1] + 1)
+            ends.append(min(full, last, bisect.bisect_right(problem.first, ends[-1]) - 1))
+        plans.append(ends[1:])
         cap_bytes /= 2**0.5
-    return plans
+    most = max(EXACT_PIECES, min(map(len, plans)))
+    return [ends for ends in plans if len(ends) <= most]
 
 
 class _Labels:
-    """Undominated labels by position: rows F, W, L + k launch_s and k."""
+    """Undominated labels by position: rows F, W, L + k launch_s, k, and the bytes of the pieces up to there."""
 
     def __init__(self) -> None:
-        self._values = torch.zeros(4, 1024, dtype=torch.float64)
+        self._values = torch.zeros(5, 1024, dtype=torch.float64)
         self._values[1, 0] = -torch.inf
-        self._parents, self._positions = (torch.zeros(1024, dtype=torch.int64) for _ in range(2))
+        self._parents = torch.zeros(1024, dtype=torch.int64)
         self._begins = [0, 1]  # of the labels of each position
 
-    def since(self, position: int) -> tuple[Tensor, Tensor]:
-        """Numbers and values of the labels from a position on."""
+    def since(self, position: int) -> tuple[int, Tensor]:
+        """The number of the first label of a position, and the values from there on."""
         begin, end = self._begins[position], self._begins[-1]
-        return torch.arange(begin, end), self._values[:, begin:end]
+        return begin, self._values[:, begin:end]
 
-    def positions_since(self, position: int) -> Tensor:
-        return self._positions[self._begins[position] : self._begins[-1]]
-
-    def add(self, position: int, values: Tensor, parents: Tensor) -> None:
+    def add(self, values: Tensor, parents: Tensor) -> None:
+        """The labels of the next position."""
         begin = self._begins[-1]
         end = begin + values.shape[1]
         while end > self._values.shape[1]:
             self._values = torch.cat([self._values, torch.zeros_like(self._values)], dim=1)
             self._parents = torch.cat([self._parents, torch.zeros_like(self._parents)])
-            self._positions = torch.cat([self._positions, torch.zeros_like(self._positions)])
-        self._values[:, begin:end], self._parents[begin:end], self._positions[begin:end] = values, parents, position
+        self._values[:, begin:end], self._parents[begin:end] = values, parents
         self._begins.append(end)
 
     def best_ends(self) -> list[int]:
@@ -294,108 +296,91 @@ class _Labels:
         label = begin + int((self._values[0, begin:end] + self._values[2, begin:end]).argmin())
         ends = []
         while label:
-            ends.append(int(self._positions[label]))
+            ends.append(bisect.bisect_right(self._begins, label) - 1)
             label = int(self._parents[label])
         return ends[::-1]
 
 
-@dataclass(frozen=True, slots=True)
 class _Bounds:
     """How labels grow, and what they come to at least.
 
     Args:
-        sent: Bytes of the first i pieces, like the others for each i.
-        ready_s: When they are ready.
-        wanted_s: The negative of when the first of them is needed.
-        tail_s: The earliest end of transfers by the pieces after i, without their launches.
-        late_s: The least L + k launch_s of any plan.
-        constant_s: Part of the step that depends on no boundary.
+        problem: The pieces.
+        costs: Those of one launch, of both transfers and of the step.
     """
 
-    costs: Costs
-    sent: Tensor
-    ready_s: Tensor
-    wanted_s: Tensor
-    tail_s: Tensor
-    late_s: float
-    constant_s: float
-
-    @classmethod
-    def of(cls, problem: _Problem, costs: Costs) -> _Bounds:
-        sent, ready_s, needed_s = (
-            torch.tensor(each, dtype=torch.float64) for each in (problem.sent, problem.ready_s, problem.needed_s)
-        )
+    def __init__(self, problem: _Problem, costs: Costs) -> None:
         assert costs.gather is not None
-        rest = sent[-1] - sent
-        ends = ready_s[1:] + costs.reduce.latency_s + costs.reduce.s_per_byte * rest[:-1]
-        tail_s = torch.cat([ends.flip(0).cummax(0).values.flip(0), torch.zeros(1, dtype=torch.float64)])
-        gathers = costs.gather.latency_s + costs.gather.s_per_byte * rest[:-1] - needed_s[1:]
-        late_s = float(gathers.max() - costs.step_s_per_byte * sent[-2]) + costs.launch_s
-        constant_s = costs.step_s_per_byte * float(sent[-1]) + costs.forward_s
-        return cls(costs, sent, ready_s, -needed_s, tail_s, max(late_s, costs.launch_s), constant_s)
+        self._problem, self._costs, self._reduce, self._gather = problem, costs, costs.reduce, costs.gather
+        sent, ready_s = problem.sent, problem.ready_s
+        rest = [sent[-1] - each for each in sent]
+        last_s = [ready + costs.reduce.time_s(left) for ready, left in zip(ready_s[1:], rest, strict=False)]
+        #: The earliest end of transfers by the pieces after i, without their launches.
+        self._tail_s = [*itertools.accumulate(last_s[::-1], max, initial=0.0)][::-1]
+        gathers = [costs.gather.time_s(left) - needed for left, needed in zip(rest, problem.needed_s[1:], strict=False)]
+        #: The least L + k launch_s of any plan.
+        self._late_s = costs.launch_s + max(max(gathers) - costs.step_s_per_byte * sent[-2], 0.0)
 
     def end_s(self, step_s: float) -> float:
         """The part of a step that depends on boundaries."""
-        return step_s - self.constant_s
+        return step_s - self._costs.step_s_per_byte * self._problem.sent[-1] - self._costs.forward_s
 
     def first(self, i: int, best_s: float) -> int:
         """The least j so that a bucket of pieces j + 1 to i may be part of a better plan."""
-        reduce = self.costs.reduce
-        free_s = best_s - self.late_s - self.costs.launch_s - reduce.latency_s - float(self.ready_s[i])
-        least = float(self.sent[-1]) - (free_s + _EPSILON_S) / reduce.s_per_byte
-        return min(int(torch.searchsorted(self.sent, least)), i - 1)
+        sent, reduce = self._problem.sent, self._reduce
+        free_s = best_s - self._late_s - self._costs.launch_s - reduce.latency_s - self._problem.ready_s[i]
+        return min(bisect.bisect_left(sent, sent[-1] - (free_s + _EPSILON_S) / reduce.s_per_byte), i - 1)
 
-    def extended(self, labels: Tensor, positions: Tensor, i: int) -> Tensor:
-        """Labels of position i, from those of ``positions``, by one more bucket."""
-        reduce, gather, launch_s = self.costs.reduce, self.costs.gather, self.costs.launch_s
-        assert gather is not None
-        before = self.sent[positions]
-        num_bytes = self.sent[i] - before
-        number = labels[3] + 1
-        free_s = torch.maximum(labels[0], self.ready_s[i] + number * launch_s) + _times_s(reduce, num_bytes)
-        wait_s = labels[1].clamp(min=float(self.wanted_s[i])) + _times_s(gather, num_bytes)
-        late_s = torch.maximum(labels[2], wait_s - self.costs.step_s_per_byte * before) + launch_s
-        return torch.stack([free_s, wait_s, late_s, number])
+    def extended(self, labels: Tensor, i: int) -> Tensor:
+        """Labels of position i by one more bucket."""
+        problem, reduce, gather, launch_s = self._problem, self._reduce, self._gather, self._costs.launch_s
+        free_s, wait_s, late_s, number, before = labels
+        num_bytes = problem.sent[i] - before
+        number = number + 1
+        free_s = torch.maximum(free_s, problem.ready_s[i] + number * launch_s)
+        free_s += num_bytes * reduce.s_per_byte + reduce.latency_s
+        wait_s = wait_s.clamp(min=-problem.needed_s[i]) + (num_bytes * gather.s_per_byte + gather.latency_s)
+        late_s = torch.maximum(late_s, wait_s - self._costs.step_s_per_byte * before) + launch_s
+        return torch.stack([free_s, wait_s, late_s, number, torch.full_like(number, problem.sent[i])])
 
     def least_end_s(self, labels: Tensor, i: int) -> Tensor:
         """What a plan that begins with these labels of position i comes to at least."""
-        reduce, gather, launch_s = self.costs.reduce, self.costs.gather, self.costs.launch_s
-        assert gather is not None
-        free_s, wait_s, late_s, number = labels
-        if i == len(self.sent) - 1:
+        problem, launch_s = self._problem, self._costs.launch_s
+        free_s, wait_s, late_s, number, _ = labels
+        if i == len(problem.sent) - 1:
             return free_s + late_s
-        rest = float(self.sent[-1] - self.sent[i])
-        reduced_s = torch.maximum(free_s + reduce.time_s(rest), float(self.tail_s[i]) + (number + 1) * launch_s)
-        wait_s = wait_s + gather.time_s(rest) - self.costs.step_s_per_byte * float(self.sent[-2])
-        return reduced_s + torch.maximum(late_s, wait_s).clamp(min=self.late_s - launch_s) + launch_s
+        rest = problem.sent[-1] - problem.sent[i]
+        reduced_s = torch.maximum(free_s + self._reduce.time_s(rest), number * launch_s + (self._tail_s[i] + launch_s))
+        wait_s = wait_s + (self._gather.time_s(rest) - self._costs.step_s_per_byte * problem.sent[-2])
+        return reduced_s + (torch.maximum(late_s, wait_s).clamp(min=self._late_s - launch_s) + launch_s)
 
     def until_next(self, labels: Tensor, i: int) -> Tensor:
-        """The same labels, with numbers that are too small to matter to the next bucket made equal."""
-        if i == len(self.sent) - 1:
-            return torch.stack([labels[0] + labels[2]])
-        free_s, wait_s, late_s, number = labels
-        launch_s = self.costs.launch_s
-        wait_s = wait_s.clamp(min=float(self.wanted_s[i + 1]))
+        """What matters to the next bucket: numbers that are too small to do so are made equal."""
+        problem, launch_s = self._problem, self._costs.launch_s
+        free_s, wait_s, late_s, number, _ = labels
+        if i == len(problem.sent) - 1:
+            return (free_s + late_s)[None]
+        launches_s = number * launch_s
+        wait_s = wait_s.clamp(min=-problem.needed_s[i + 1])
         return torch.stack(
             [
-                torch.maximum(free_s, self.ready_s[i + 1] + (number + 1) * launch_s),
+                torch.maximum(free_s, launches_s + (problem.ready_s[i + 1] + launch_s)),
                 wait_s,
-                torch.maximum(late_s, wait_s - self.costs.step_s_per_byte * self.sent[i]),
-                number * launch_s,
+                torch.maximum(late_s, wait_s - self._costs.step_s_per_byte * problem.sent[i]),
+                launches_s,
             ]
         )
 
 
-def _times_s(collective: Collective, num_bytes: Tensor) -> Tensor:
-    return collective.latency_s + collective.s_per_byte * num_bytes
-
-
 def _undominated(values: Tensor) -> Tensor:
     """The numbers of the columns that no other column is below, or equal to, in all rows."""
-    kept, remaining = [], values.sum(0).argsort()
-    while len(remaining):
-        column = remaining[0]
+    order, kept = values.sum(0).argsort(), []
+    while len(order) > _AT_ONCE:
+        column = order[0]
         kept.append(column)
-        inside = values[:, remaining] < values[:, column, None] - _EPSILON_S
-        remaining = remaining[inside.any(0)]
-    return torch.stack(kept) if kept else remaining
+        inside = values[:, order] < values[:, column, None] - _EPSILON_S
+        order = order[inside.any(0)]
+    ordered = values[:, order]
+    below = (ordered[:, :, None] <= ordered[:, None, :] + _EPSILON_S).all(0).triu_(1)
+    rest = order[~below.any(0)]
+    return torch.cat([torch.stack(kept), rest]) if kept else rest

@@ -60,12 +60,14 @@ class Model:
         computation: Of one step.
         default_caps_bytes: Capacities if nothing is set.
         collective: A measured all-reduce; None to take that of the link.
+        largest_bytes: See `LeastTime`.
     """
 
     gradients: Sequence[GradientSpec]
     computation: Computation
     default_caps_bytes: tuple[int, ...]
     collective: Collective | None = None
+    largest_bytes: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +97,7 @@ def predictions(model: Model, link: Link) -> Iterator[Prediction]:
         caps = Capacities((min(_MIB, mib * _MIB), mib * _MIB))
         yield _bucketed(model, costs, caps, f"buckets of {mib} MiB", code, replicated)
     code = 'ddp_compile(model, bucket_plan="FILE")'
-    yield _bucketed(model, costs, LeastTime(costs), "optimal boundaries", code, replicated)
+    yield _bucketed(model, costs, LeastTime(costs, model.largest_bytes), "optimal boundaries", code, replicated)
     yield from _sharded(model, link, default)
     dtypes = {gradient.dtype for gradient in model.gradients}
     if dtypes == {"float32"}:
@@ -128,7 +130,7 @@ def _sharded(model: Model, link: Link, default: Planner) -> Iterator[Prediction]
     yield _bucketed(model, costs, default, "sharded optimizer", code, memory_bytes)
     code = f'ddp_compile(model, bucket_plan="FILE"); {code}'
     name = "sharded optimizer, optimal boundaries"
-    yield _bucketed(model, costs, LeastTime(costs), name, code, memory_bytes)
+    yield _bucketed(model, costs, LeastTime(costs, model.largest_bytes), name, code, memory_bytes)
 
 
 def _compressed(model: Model, reduce: Collective, default: Planner, replicated: float) -> Iterator[Prediction]:

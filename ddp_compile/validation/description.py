@@ -44,6 +44,7 @@ def describe_module(
         "static_graph",
         "check_finite_gradients",
         "plans_from_measurements",
+        "max_bucket_bytes",
     )
     lines = [f"{name}={getattr(config, name)}" for name in settings]
     # After such launches the ranks exchange a message, so this must agree.

@@ -246,6 +246,48 @@ def test_what_determines_no_plan_changes_none() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
+def test_no_bucket_of_several_gradients_is_larger_than_the_limit() -> None:
+    for limit_mb in (None, 0.01):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(automatic_plan, "LEAST_GAIN", -1.0)  # any plan
+            monkeypatch.setattr(automatic_plan, "MOST_LOSS", math.inf)
+            Links(monkeypatch, FAR)
+            model = make_model(max_bucket_cap_mb=limit_mb)
+            train(model, steps=20)
+            assert model.bucket_plan.generation >= 2
+            if limit_mb is None:
+                assert num_buckets(model) == 1
+            else:
+                assert num_buckets(model) > 1
+                assert all(b.num_bytes <= limit_mb * 2**20 or len(b.gradients) == 1 for b in model.bucket_plan.buckets)
+
+
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_a_slow_rank_makes_no_times_longer() -> None:
+    slow_s = 0.03
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found: list[Costs] = []
+
+        def choose(_: AutomaticPlan, present: BucketPlan, step_s: float, costs: Costs) -> BucketPlan:
+            found.append(costs)
+            return present
+
+        monkeypatch.setattr(AutomaticPlan, "_choose", choose)
+        model = make_model()
+        if dist.get_rank() == 2:
+            model.register_forward_pre_hook(lambda *_: time.sleep(slow_s))
+            for parameter in list(model.parameters())[2:]:
+                parameter.register_hook(lambda _: time.sleep(slow_s))
+        train(model, steps=16)
+    if dist.get_rank() == 0:
+        (costs,) = found
+        assert 0 < max(costs.ready_s) < slow_s and costs.forward_s < slow_s
+        assert costs.reduce.time_s(4 * WIDTH * WIDTH) < slow_s
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
 def test_a_measurement_of_the_user_goes_first() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         Links(monkeypatch, SLOW)

@@ -116,6 +116,18 @@ def test_five_thousand_gradients_are_planned_with_the_launches_that_pay() -> Non
     assert ours.exposed_s < 0.1 * theirs.exposed_s and ours.step_s < theirs.step_s
 
 
+@pytest.mark.parametrize("launch_s", [0.0, 2e-5])
+def test_five_thousand_gradients_of_a_sharded_optimizer_are_planned_in_few_buckets(launch_s: float) -> None:
+    pieces = [Piece(Load(40_000, 0.1 * i / 5000, 0.05 * (1 - i / 5000))) for i in range(1, 5001)]
+    half = Collective(latency_s=1e-4, s_per_byte=2.5e-10)
+    costs = Costs(reduce=half, gather=half, ready_s=(), launch_s=launch_s, step_s_per_byte=5e-11)
+    ends = optimal_ends(pieces, costs)
+    assert ends == sorted(set(ends)) and ends[-1] == 5000 and 3 < len(ends) < 60
+    step_s = predict(merged(pieces, ends), costs).step_s
+    capacities = [[*range(size, 5000, size), 5000] for size in (50, 125, 250, 625, 1250, 5000)]
+    assert step_s < min(predict(merged(pieces, each), costs).step_s for each in capacities)
+
+
 def test_a_schedule_says_when_each_bucket_is_ready_launched_done_and_waited_for() -> None:
     reduce = Collective(latency_s=1.0, s_per_byte=0.01)
     costs = Costs(reduce=reduce, ready_s=(), launch_s=0.5, forward_s=10.0, step_s_per_byte=0.001)
