@@ -1,45 +1,62 @@
 """Steps with ``bucket_cap_mb="auto"`` beside fixed capacities and optimal boundaries, measured and predicted.
 
     python benchmarks/bench_planning.py [--models gpt-medium,gpt-small,cnn,many-tiny] [--rates 1gbit,2gbit,4gbit,40gbit]
-        [--caps 1,5,25,100] [--rounds 15] [--sharded] [--output FILE.csv]
+        [--caps 1,5,25,100] [--rounds 15] [--sharded] [--shaped] [--output FILE.csv]
 
-One rank on a simulated link, whose transfers slow down no computation. Each round times a forward and a backward of
-every plan once, so that a slow moment falls on all of them; with ``--sharded`` also the step of a sharded AdamW.
-``bucket_cap_mb="auto"`` first trains until its plan stays. When gradients are ready, for the predictions, is measured
-in backwards that send nothing.
+Each round times a forward and a backward of every plan once, so that a slow moment falls on all of them; with
+``--sharded`` also the step of a sharded AdamW. ``bucket_cap_mb="auto"`` first trains until its plan stays.
+
+One rank on a simulated link, whose transfers slow down no computation; with ``--shaped`` two ranks, with one core each,
+on a link between network namespaces, which needs root. Predictions are from a report of the default capacity: on a fast
+simulated link with the numbers of the link to come, on a shaped one with all-reduces of several sizes.
+
+hidden: the part of what any boundaries can hide that this plan hides, where "can" is the optimum if cuts and launches
+cost nothing: 1 if the step is as long as predicted for that, 0 if it is as long as computation and transfer together.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.bench.link import NamespacedLink
 from ddp_compile.bench.report import report_rows
 from ddp_compile.bench.results import median_and_interval
 from ddp_compile.bench.settings import WorkloadSettings
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group, set_link_model
 from ddp_compile.bench.workloads import Workload, make_workload
+from ddp_compile.config import DEFAULT_CAP_MIB
 from ddp_compile.features.automatic_plan import FIRST_MEASURED, NUM_MEASURED
 from ddp_compile.plan.costs import Collective, Computation
 from ddp_compile.plan.planner import LeastTime
 from ddp_compile.plan.scenarios import Model
 from ddp_compile.plan.schedule import loads_of, predict
+from ddp_compile.report.costs import computation_of
+from ddp_compile.runtime.comm.link_sweep import measure_link
 from ddp_compile.validation.rates import Rate
 
+#: Iterations until a new plan's buckets are launched early: up to the next agreement point.
+NEXT_AGREEMENT = 28
 #: After so many steps ``bucket_cap_mb="auto"`` has measured, planned, measured its plan, and perhaps gone back.
-STEPS_OF_AUTO = FIRST_MEASURED + 2 * NUM_MEASURED + 28
+STEPS_OF_AUTO = FIRST_MEASURED + NUM_MEASURED + NEXT_AGREEMENT + NUM_MEASURED
+#: Rate of a simulated link on which transfers take no time to speak of, in bit/s.
+FAST = 400e9
 #: Steps in which a plan is agreed on, packed again and compiled.
 STEPS_OF_PLANS = 5
-#: Of a launch, by the hooks and threads of one process.
-LAUNCH_S = 1e-4
 
 
 class Trained(NamedTuple):
@@ -84,34 +101,11 @@ def train(arguments: argparse.Namespace, name: str, **settings: Any) -> Trained:
 
 
 def measure_computation(trained: Trained, num_steps: int) -> Computation:
-    parameters = list(trained.replicated.parameters())
-    came: list[list[float]] = [[] for _ in parameters]
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, i=i: came[i].append(time.perf_counter()))
-        for i, parameter in enumerate(parameters)
-    ]
-    forwards, begins = [], []
-    with trained.replicated.no_sync():
-        trained.step(steps=False)
-        for times in came:
-            times.clear()
-        for _ in range(num_steps):
-            began, backward, _, _ = trained.step(steps=False)
-            forwards.append(backward - began)
-            begins.append(backward)
-    for hook in hooks:
-        hook.remove()
-    ready = [median(t - b for t, b in zip(times, begins, strict=True)) for times in came]
-    forward_s, num_bytes = median(forwards), sum(parameter.nbytes for parameter in parameters)
-    trained.replicated.zero_grad()
-    stepped = [trained.step() for _ in range(num_steps)]
-    return Computation(
-        ready_s=ready,
-        needed_s=[forward_s * (1 - each / max(ready)) for each in ready],
-        forward_s=forward_s,
-        launch_s=LAUNCH_S,
-        step_s_per_byte=median(ended - reduced for _, _, reduced, ended in stepped) / num_bytes,
-    )
+    """By a report of ``model.measure()``, as ``python -m ddp_compile plan --profile`` does."""
+    measurement = trained.replicated.measure(steps=num_steps)
+    trained.steps(num_steps + 1)
+    named = dict(trained.replicated.named_parameters())
+    return computation_of(measurement.report(), list(named), [parameter.nbytes for parameter in named.values()])
 
 
 def times_of(plans: dict[str, Trained], rounds: int) -> dict[str, list[float]]:
@@ -127,50 +121,112 @@ def times_of(plans: dict[str, Trained], rounds: int) -> dict[str, list[float]]:
 
 
 def rows_of(arguments: argparse.Namespace, name: str) -> list[dict[str, object]]:
-    set_link_model(LinkModel.from_rate(400e9, arguments.world_size))
+    link = SimulatedLink(arguments) if arguments.rank is None else ShapedLink(arguments)
     caps = list(map(float, arguments.caps.split(",")))
+    link.set_rate(None)
     fixed = {f"{cap:g} MiB": train(arguments, name, bucket_cap_mb=cap).steps(STEPS_OF_PLANS) for cap in caps}
-    first = fixed[f"{caps[0]:g} MiB"]
-    computation = measure_computation(first, arguments.rounds)
-    specs = sorted((g for b in first.replicated.bucket_plan.buckets for g in b.gradients), key=lambda g: g.index)
+    default = fixed[f"{DEFAULT_CAP_MIB['cpu']:g} MiB"]
+    computation = measure_computation(default, arguments.rounds)
+    specs = sorted((g for b in default.replicated.bucket_plan.buckets for g in b.gradients), key=lambda g: g.index)
     model = Model(gradients=specs, computation=computation, default_caps_bytes=(2**20,))
     rows: list[dict[str, object]] = []
     for rate in arguments.rates.split(","):
-        bits = Rate.parse(rate).bits_per_second
-        assert bits is not None
-        link = LinkModel.from_rate(bits, arguments.world_size)
-        set_link_model(link)
-        share = (arguments.world_size - 1) / arguments.world_size
-        half = Collective(latency_s=link.alpha_s, s_per_byte=share / link.bytes_per_second)
-        whole = replace(half, s_per_byte=2 * half.s_per_byte)
+        link.set_rate(rate)
+        whole = link.all_reduce()
+        half = Collective(latency_s=link.latency_of_half(whole), s_per_byte=whole.s_per_byte / 2)
         costs = computation.with_transfers(*([half, half] if arguments.sharded else [whole]))
         plans = fixed | {
             "optimal": with_plan(arguments, name, model, LeastTime(costs)).steps(STEPS_OF_PLANS),
             "auto": train(arguments, name, bucket_cap_mb="auto").steps(STEPS_OF_AUTO),
         }
         times = times_of(plans, arguments.rounds)
+        alone_s = link.alone_s(default, arguments.rounds)
+        free = replace(costs, launch_s=0.0)
+        can_s = predict(loads_of(model.plan(LeastTime(free)), free), free).exposed_s
+        transfer_s = whole.s_per_byte * model.num_bytes
         best = min(fixed, key=lambda each: median(times[each]))
         for plan, trained in plans.items():
             bucket_plan, measured_s = trained.replicated.bucket_plan, median(times[plan])
             predicted_s = predict(loads_of(bucket_plan, costs), costs).step_s
             ratio, low, high = median_and_interval(a / b for a, b in zip(times[plan], times[best], strict=True))
+            of_25 = median(a / b for a, b in zip(times[plan], times.get("25 MiB", times[best]), strict=True))
             rows.append(
                 {
                     "model": name,
                     "link": rate,
-                    "transfer/alone": round(whole.s_per_byte * model.num_bytes / model.alone_s, 2),
+                    "transfer/alone": round(transfer_s / alone_s, 2),
                     "plan": plan,
                     "buckets": len(bucket_plan.buckets),
                     "step_ms": round(measured_s * 1e3, 2),
                     "to_best_cap": round(ratio, 4),
                     "from": round(low, 4),
                     "to": round(high, 4),
+                    "to_25": round(of_25, 4),
+                    "hidden": round((transfer_s - (measured_s - alone_s)) / (transfer_s - can_s), 3),
                     "predicted_ms": round(predicted_s * 1e3, 2),
                     "predicted/measured": round(predicted_s / measured_s, 3),
                 }
             )
-        report_rows(rows[-len(plans) :], None)
+        if not arguments.rank:
+            report_rows(rows[-len(plans) :], None)
     return rows
+
+
+class SimulatedLink:
+    """A link of one process, see `ddp_compile.bench.simulated_link`."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.world_size = arguments.world_size
+        self.model = LinkModel.from_rate(FAST, self.world_size)
+
+    def set_rate(self, rate: str | None) -> None:
+        bits = FAST if rate is None else Rate.parse(rate).bits_per_second
+        assert bits is not None
+        self.model = LinkModel.from_rate(bits, self.world_size)
+        set_link_model(self.model)
+
+    def all_reduce(self) -> Collective:
+        share = (self.world_size - 1) / self.world_size
+        return Collective(latency_s=self.model.alpha_s, s_per_byte=2 * share / self.model.bytes_per_second)
+
+    def latency_of_half(self, whole: Collective) -> float:
+        """Each transfer of a sharded optimizer has the latency of one collective here."""
+        return whole.latency_s
+
+    def alone_s(self, trained: Trained, rounds: int) -> float:
+        """A step if transfers take no time."""
+        present = self.model
+        self.set_rate(None)
+        alone = times_of({"alone": trained}, rounds)["alone"]
+        set_link_model(present)
+        return median(alone)
+
+
+class ShapedLink:
+    """The link that this rank's network namespace has."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._collective: Collective | None = None
+
+    def set_rate(self, rate: str | None) -> None:
+        """It has been set before this process began."""
+
+    def all_reduce(self) -> Collective:
+        group = dist.distributed_c10d._get_default_group()
+        return measure_link(group, torch.device("cpu"))
+
+    def latency_of_half(self, whole: Collective) -> float:
+        return whole.latency_s / 2
+
+    def alone_s(self, trained: Trained, rounds: int) -> float:
+        """A step that sends nothing."""
+        times = []
+        for _ in range(rounds):
+            with trained.replicated.no_sync():
+                began, *_, ended = trained.step(steps=False)
+            times.append(ended - began)
+        trained.step()
+        return median(times)
 
 
 def with_plan(arguments: argparse.Namespace, name: str, model: Model, planner: LeastTime) -> Trained:
@@ -189,13 +245,60 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2, help="simulated ranks")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sharded", action="store_true", help="with a sharded AdamW, whose step is timed too")
+    parser.add_argument("--shaped", action="store_true", help="two ranks on a shaped link instead of a simulated one")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="CSV file (default: only print)")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    init_simulated_process_group(LinkModel.from_rate(400e9, arguments.world_size), torch.device("cpu"))
-    rows = [row for name in arguments.models.split(",") for row in rows_of(arguments, name)]
+    is_launcher = arguments.shaped and arguments.rank is None
+    rows = on_shaped_links(arguments) if is_launcher else rows_of_rank(arguments)
     about = {"world_size": arguments.world_size, "backend": arguments.backend, "sharded": arguments.sharded}
-    report_rows(rows, arguments.output, **about)
+    if arguments.rank is None:
+        report_rows(rows, arguments.output, **about)
+
+
+def rows_of_rank(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    torch.set_num_threads(1)
+    if arguments.rank is None:
+        init_simulated_process_group(LinkModel.from_rate(FAST, arguments.world_size), torch.device("cpu"))
+    else:
+        where = f"file://{arguments.store}"
+        dist.init_process_group("gloo", init_method=where, rank=arguments.rank, world_size=arguments.world_size)
+    rows = [row for name in arguments.models.split(",") for row in rows_of(arguments, name)]
+    if arguments.rank == 0:
+        Path(f"{arguments.store}.json").write_text(json.dumps(rows))
+    if arguments.rank is not None:
+        dist.barrier()
+        dist.destroy_process_group()
+    return rows
+
+
+def on_shaped_links(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """Rows of rank 0, with processes of their own for each model and rate."""
+    rows: list[dict[str, object]] = []
+    cores = sorted(os.sched_getaffinity(0))
+    with NamespacedLink(arguments.world_size) as link, tempfile.TemporaryDirectory() as folder:
+        for number, (model, rate) in enumerate(product(arguments.models.split(","), arguments.rates.split(","))):
+            link.shape(Rate.parse(rate))
+            store = f"{folder}/store_{number}"
+            words = [*sys.argv, "--models", model, "--rates", rate, "--store", store]
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": link.interface, "OMP_NUM_THREADS": "1"}
+            ranks = [
+                subprocess.Popen(
+                    [
+                        *link.command_prefix(rank),
+                        *("taskset", "--cpu-list", str(cores[rank % len(cores)])),
+                        *(sys.executable, *words, "--rank", str(rank)),
+                    ],
+                    env=environment,
+                )
+                for rank in range(arguments.world_size)
+            ]
+            codes = [rank.wait() for rank in ranks]
+            if any(codes):
+                raise SystemExit(f"a rank failed with {model} at {rate}")
+            rows += json.loads(Path(f"{store}.json").read_text())
+    return rows
 
 
 if __name__ == "__main__":

@@ -239,6 +239,7 @@ def perform(program: Program, roles: list[Roles], ignored: Site | None = None, d
     finally:
         runtime_streams.backend = real
         handle.remove()
+    dist.barrier()  # the group closes with this frame, and another rank may still send
     stage.outcome.races = [str(race) for race in detector.races]
     stage.outcome.sites = streams.sites
     stage.outcome.launches = device.launches
