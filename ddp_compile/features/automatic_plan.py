@@ -33,7 +33,7 @@ from ddp_compile.plan.packing import replan
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.costs import collective_of, computation_of
 from ddp_compile.report.steps import StepReport
-from ddp_compile.runtime.comm.link_sweep import measure_link
+from ddp_compile.runtime.comm.link_sweep import BUDGET_S, measure_link
 from ddp_compile.runtime.desync.model_order import is_agreement_point
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ LEAST_GAIN = 0.02
 #: The part of a step by which a new plan may be measured to be slower than the old one before that comes back. What a
 #: launch costs is measured, but not what it costs to cut a graph in one more place.
 MOST_LOSS = 0.0
+#: All-reduces of several sizes, where they are needed, take at most this part of the time.
+MOST_SWEEPING = 0.005
 #: A plan is not replaced again before the link's time for a bucket has changed by this factor.
 LINK_FACTOR = 1.5
 
@@ -68,6 +70,7 @@ class AutomaticPlan:
         self._began: dict[int, float] = {}  # when the first forward of each measured iteration did, on this rank
         self._next_at = FIRST_MEASURED
         self._measurement: Measurement | None = None
+        self._swept_at: int | None = None  # the last iteration before which the link was measured by itself
         self._planned_for: Collective | None = None  # the link that the last decision was made for
         self._is_on_trial = False  # whether the next measurement is the first one of a new plan
         self._trial: _Trial | None = None  # what rank 0 knows of it
@@ -195,10 +198,21 @@ class AutomaticPlan:
             reduce = collective_of(report, group.size())
             gather = collective_of(report, group.size(), "gather") if gathers else None
         except ValueError:
-            reduce, gather = measure_link(group, self._replica.device), None
+            reduce, gather = measure_link(group, self._replica.device, self._sweeps_again(report)), None
             if gathers:  # a reduce-scatter and an all-gather are an all-reduce together
                 reduce = gather = Collective(latency_s=reduce.latency_s / 2, s_per_byte=reduce.s_per_byte / 2)
         return computation.with_transfers(reduce, gather, group.size() if gathers else 1)
+
+    def _sweeps_again(self, report: StepReport) -> bool:
+        """Whether the last sweep is so long ago that another one takes little of the time; alike on every rank."""
+        number, before = self._replica.reducer.iteration_number, self._swept_at
+        if before is None:
+            self._swept_at = number
+            return False
+        trained_s = (number - before) * median(step.duration_s for step in report.steps)
+        if again := MOST_SWEEPING * trained_s >= BUDGET_S:
+            self._swept_at = number
+        return again
 
 
 class _Trial(NamedTuple):

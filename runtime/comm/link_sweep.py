@@ -21,7 +21,7 @@ BUDGET_S = 0.8
 _found: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
 
 
-def measure_link(process_group: dist.ProcessGroup, device: torch.device) -> Collective:
+def measure_link(process_group: dist.ProcessGroup, device: torch.device, again: bool = False) -> Collective:
     """The latency and rate of a group's all-reduce, the same on every rank. Kept for as long as the group lives.
 
     Call it on every rank, while nothing of the group is under way. It takes less than a second, unless the two smallest
@@ -29,6 +29,7 @@ def measure_link(process_group: dist.ProcessGroup, device: torch.device) -> Coll
 
     Args:
         device: Of the buffers.
+        again: Measure also if there is a result of this group, which the new one replaces; alike on every rank.
 
     Returns:
         The line through the medians of the slowest rank.
@@ -36,7 +37,7 @@ def measure_link(process_group: dist.ProcessGroup, device: torch.device) -> Coll
     Raises:
         ValueError: On every rank: the times do not grow with the sizes.
     """
-    if (found := _found.get(process_group)) is None:
+    if (found := _found.get(process_group)) is None or again:
         found = _found[process_group] = fit_collective(_sweep(process_group, device), "repeat it, or pass a plan")
     return found
 

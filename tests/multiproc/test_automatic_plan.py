@@ -330,7 +330,8 @@ def test_one_bucket_determines_no_line_so_the_link_is_measured_apart() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         found: list[Collective] = []
 
-        def measure(group: dist.ProcessGroup, device: torch.device) -> Collective:
+        def measure(group: dist.ProcessGroup, device: torch.device, again: bool) -> Collective:
+            assert not again
             found.append(measure_link(group, device))
             return SLOW
 
@@ -338,3 +339,21 @@ def test_one_bucket_determines_no_line_so_the_link_is_measured_apart() -> None:
         model = make_model()
         train(model, steps=16)
     assert len(found) == 1
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_the_link_is_measured_apart_again_when_that_takes_little_of_the_time() -> None:
+    for most, expected in ((0.0, [False, False, False]), (math.inf, [False, True, True])):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            found: list[bool] = []
+
+            def measure(_group: object, _device: object, again: bool, found: list[bool] = found) -> Collective:
+                found.append(again)
+                return FAR
+
+            monkeypatch.setattr(automatic_plan, "AGAIN_AFTER", 2)
+            monkeypatch.setattr(automatic_plan, "MOST_SWEEPING", most)
+            monkeypatch.setattr(automatic_plan, "measure_link", measure)
+            train(make_model(), steps=45)
+            assert found == expected
