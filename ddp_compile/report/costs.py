@@ -146,5 +146,6 @@ def _spread(bucket: BucketInfo, size_of: dict[str, int], begin_s: float, end_s: 
     total, so_far, times = sum(size_of[name] for name in bucket.names), 0, {}
     for name in bucket.names:
         so_far += size_of[name]
-        times[name] = begin_s + (end_s - begin_s) * (so_far / total if total else 1.0)
+        # Not after the end by rounding, which would make needed_s negative.
+        times[name] = min(end_s, begin_s + (end_s - begin_s) * (so_far / total if total else 1.0))
     return times
