@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from dataclasses import replace
 
 import pytest
 
+from ddp_compile.plan.costs import Collective
 from ddp_compile.report.costs import collective_of, computation_of
 from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer
 
 SIZES = {"c": 1000, "b": 3000, "a": 4000}  # in the order in which they are ready
 BUCKETS = [(("c", "b"), 4000, 0.010), (("a",), 8000, 0.040)]
 LATENCY_S, S_PER_BYTE = 1e-3, 1e-6
+LINK = Collective(latency_s=LATENCY_S, s_per_byte=S_PER_BYTE)
 
 
 def rank_step(rank: int, began: float, late_s: float = 0.0) -> RankStep:
@@ -83,6 +87,28 @@ def test_times_of_the_computation_are_medians_that_one_late_rank_does_not_move()
     assert computation.ready_s == pytest.approx([0.040, 0.010, 0.0025])
     assert computation.forward_s == pytest.approx(0.020) and computation.launch_s == pytest.approx(5e-5)
     assert computation.needed_s == pytest.approx([0.0, 0.015, 0.020 * (1 - 1 / 16)])
+
+
+def test_rounding_makes_no_time_negative(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        # Where x + (y - x) is more than y for some, since the difference is rounded.
+        buckets = [(("c", "b"), 4000, rng.uniform(0.03125, 0.034)), (("a",), 8000, rng.uniform(0.1, 0.125))]
+        monkeypatch.setattr(sys.modules[__name__], "BUCKETS", buckets)
+        report = measured(num_steps=1)
+        rank = report.steps[0].ranks[0]
+        exact = replace(
+            rank,
+            began=-0.02,
+            backward_began=0.0,
+            transfers=tuple(
+                replace(transfer, ready=ready_s)
+                for transfer, (*_, ready_s) in zip(rank.transfers, buckets, strict=True)
+            ),
+        )
+        report = replace(report, steps=[Step(number=1, ranks=(exact,))])
+        computation = computation_of(report, NAMES, NUM_BYTES)
+        assert 0 <= computation.with_transfers(LINK, LINK).needed_s[0] < 1e-15
 
 
 def test_a_sharded_optimizer_waits_in_the_forward_and_steps_between_gathers() -> None:
