@@ -9,6 +9,7 @@ twice as long; latencies of 20 and 300 us; and launches of 0, 10 and 100 us. No 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import random
 import time
@@ -109,6 +110,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = list(settings(arguments.gradients))
+    gc.freeze()  # so that no collection looks at all of them while something is timed
     kinds = {
         "all-reduce, launches that cost nothing": [(g, c) for g, c in cases if not c.launch_s],
         "all-reduce, launches that delay the computation": [(g, c) for g, c in cases if c.launch_s],

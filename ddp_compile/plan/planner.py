@@ -178,14 +178,14 @@ class LeastTime(Planner):
     def group(self, atoms: Sequence[Atom]) -> list[Group]:
         streams = streams_of(atoms)
         plans = [in_launch_order(group for stream in streams for group in self._cut(stream))]
-        if len(streams) > 1:
-            plans.append(self._cut(atoms))
-        return min(plans, key=self._step_s)
+        if len(streams) == 1:
+            return plans[0]
+        return min([*plans, self._cut(atoms)], key=self._step_s)
 
     def _cut(self, atoms: Sequence[Atom]) -> list[Group]:
-        pieces = [
-            Piece(self._load(atom), opens=i > 0 and atom.kind != atoms[i - 1].kind) for i, atom in enumerate(atoms)
-        ]
+        kinds = [atom.kind for atom in atoms]
+        opens = [False, *(kind != before for before, kind in itertools.pairwise(kinds))]
+        pieces = [Piece(self._load(atom), opens_here) for atom, opens_here in zip(atoms, opens, strict=True)]
         ends = optimal_ends(pieces, self.costs, self.largest_bytes)
         loads = merged(pieces, ends)
         return [
