@@ -128,6 +128,26 @@ def test_five_thousand_gradients_of_a_sharded_optimizer_are_planned_in_few_bucke
     assert step_s < min(predict(merged(pieces, each), costs).step_s for each in capacities)
 
 
+@pytest.mark.parametrize("odd", ["empty", "alternating", "needed at once", "limited to a byte", "limited"])
+def test_refined_plans_keep_kinds_apart_and_the_limit(odd: str) -> None:
+    for seed in range(12):
+        rng = random.Random(seed)
+        pieces = random_pieces(rng, 49 if seed % 2 else 200)
+        if odd == "empty":
+            pieces = [Piece(Load(0, 0.0, 0.0))] * len(pieces)
+        elif odd == "alternating":
+            pieces = [piece._replace(opens=i % 2 == 1) for i, piece in enumerate(pieces)]
+        elif odd == "needed at once":
+            pieces = [piece._replace(load=piece.load._replace(needed_s=0.0)) for piece in pieces]
+        largest_bytes = {"limited to a byte": 1, "limited": 10**6}.get(odd)
+        ends = optimal_ends(pieces, random_costs(rng, seed % 4 < 2, gathers=True), largest_bytes)
+        assert ends == sorted(set(ends)) and ends[0] > 0 and ends[-1] == len(pieces)
+        for begin, end in itertools.pairwise([0, *ends]):
+            assert not any(piece.opens for piece in pieces[begin + 1 : end])
+            size = sum(piece.load.num_bytes for piece in pieces[begin:end])
+            assert largest_bytes is None or end == begin + 1 or size <= largest_bytes
+
+
 def test_a_schedule_says_when_each_bucket_is_ready_launched_done_and_waited_for() -> None:
     reduce = Collective(latency_s=1.0, s_per_byte=0.01)
     costs = Costs(reduce=reduce, ready_s=(), launch_s=0.5, forward_s=10.0, step_s_per_byte=0.001)
