@@ -2,13 +2,16 @@
 
     python benchmarks/bench_planner.py [--gradients 5000] [--output FILE.csv]
 
-Settings are gradients of equal, random and GPT-like sizes; transfers of a quarter of the computation, as long, and
-twice as long; latencies of 20 and 300 us; and launches of 0, 10 and 100 us. No rank and no link is needed.
+Settings are gradients of equal, random and GPT-like sizes, and one that is nine times all others together; transfers of
+a quarter of the computation, as long, and twice as long; latencies of 20 and 300 us; and launches of 0, 10 and 100 us.
+No rank and no link is needed. "to_finer_max" compares with the plan of a finer search: with up to 200 gradients the
+optimum, with more one that begins with 48 places instead of 16 and moves boundaries by single gradients.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import random
@@ -17,10 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import torch
 
 from ddp_compile.bench.report import report_rows
+from ddp_compile.plan import optimum
 from ddp_compile.plan.costs import Collective, Costs
 from ddp_compile.plan.planner import Atom, Capacities, LeastTime, atoms_of
 from ddp_compile.plan.schedule import Load, predict
@@ -39,12 +44,14 @@ def sizes_of(kind: str, number: int) -> list[int]:
         return [10_000] * number
     if kind == "random":
         return [int(10 ** rng.uniform(2, 6)) for _ in range(number)]
+    if kind == "one large":
+        return [9 * 10_000 * number if i == number // 2 else 10_000 for i in range(number)]
     return [int(GPT[i % len(GPT)] / 4 * rng.uniform(0.9, 1.1)) for i in range(number)]
 
 
 def settings(number: int) -> Iterator[tuple[list[GradientSpec], Costs]]:
     for kind, ratio, latency_s, launch_s in itertools.product(
-        ("equal", "random", "gpt"), (0.25, 1, 2), (2e-5, 3e-4), (0.0, 1e-5, 1e-4)
+        ("equal", "random", "gpt", "one large"), (0.25, 1, 2), (2e-5, 3e-4), (0.0, 1e-5, 1e-4)
     ):
         gradients = [GradientSpec(i, f"p{i}", size, "float32", "cpu") for i, size in enumerate(sizes_of(kind, number))]
         total = sum(gradient.num_bytes for gradient in gradients)
@@ -69,19 +76,35 @@ def sharded(costs: Costs) -> Costs:
     return replace(costs, reduce=half, gather=half)
 
 
-def row_of(name: str, cases: list[tuple[list[GradientSpec], Costs]]) -> dict[str, object]:
-    times, gains, numbers = [], [], []
+def of_two_dtypes(gradients: list[GradientSpec]) -> list[GradientSpec]:
+    return [replace(gradient, dtype="bfloat16") if gradient.index % 2 else gradient for gradient in gradients]
+
+
+@contextlib.contextmanager
+def finer_search(number: int) -> Iterator[None]:
+    settings = {"EXACT_PIECES": number} if number <= 200 else {"COARSE_PIECES": 48, "_CLOSER": 2, "_FINEST": number}
+    with patch.multiple(optimum, **settings):
+        yield
+
+
+def row_of(
+    name: str, cases: list[tuple[list[GradientSpec], Costs]], largest_bytes: int | None = None
+) -> dict[str, object]:
+    times, gains, numbers, to_finer = [], [], [], []
     for gradients, costs in cases:
-        atoms, planner = atoms_of(gradients), LeastTime(costs)
+        atoms, planner = atoms_of(gradients), LeastTime(costs, largest_bytes)
         began = time.process_time()
         groups = planner.group(atoms)
         times.append(time.process_time() - began)
         numbers.append(len(groups))
-        of_caps = [Capacities([cap * 2**20]).group(atoms) for cap in CAPS_MIB]
-        step_s, *caps_s = (
-            predict([load_of(group.atoms, costs) for group in each], costs).step_s for each in [groups, *of_caps]
+        with finer_search(len(gradients)):
+            finer = planner.group(atoms)
+        of_caps = [Capacities([cap * 2**20], largest_bytes).group(atoms) for cap in CAPS_MIB]
+        step_s, finer_s, *caps_s = (
+            predict([load_of(group.atoms, costs) for group in each], costs).step_s for each in [groups, finer, *of_caps]
         )
         gains.append(step_s / min(caps_s))
+        to_finer.append(step_s / finer_s)
     return {
         "planned": name,
         "settings": len(cases),
@@ -91,6 +114,7 @@ def row_of(name: str, cases: list[tuple[list[GradientSpec], Costs]]) -> dict[str
         "buckets": f"{min(numbers)} to {max(numbers)}",
         "to_best_cap": round(median(gains), 4),
         "to_best_cap_max": round(max(gains), 4),
+        "to_finer_max": round(max(to_finer), 4),
     }
 
 
@@ -111,14 +135,15 @@ def main() -> None:
     torch.set_num_threads(1)
     cases = list(settings(arguments.gradients))
     gc.freeze()  # so that no collection looks at all of them while something is timed
-    kinds = {
-        "all-reduce, launches that cost nothing": [(g, c) for g, c in cases if not c.launch_s],
-        "all-reduce, launches that delay the computation": [(g, c) for g, c in cases if c.launch_s],
-        "sharded optimizer": [(g, sharded(c)) for g, c in cases],
-    }
-    report_rows(
-        [row_of(name, of_kind) for name, of_kind in kinds.items()], arguments.output, gradients=arguments.gradients
-    )
+    shards = [(gradients, sharded(costs)) for gradients, costs in cases]
+    rows = [
+        row_of("all-reduce, launches that cost nothing", [(g, c) for g, c in cases if not c.launch_s]),
+        row_of("all-reduce, launches that delay the computation", [(g, c) for g, c in cases if c.launch_s]),
+        row_of("sharded optimizer", shards),
+        row_of("sharded optimizer, two dtypes in turn", [(of_two_dtypes(gradients), c) for gradients, c in shards]),
+        row_of("sharded optimizer, buckets of at most 5 MiB", shards, 5 * 2**20),
+    ]
+    report_rows(rows, arguments.output, gradients=arguments.gradients)
 
 
 if __name__ == "__main__":

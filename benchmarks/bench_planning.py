@@ -1,17 +1,20 @@
 """Steps with ``bucket_cap_mb="auto"`` beside fixed capacities and optimal boundaries, measured and predicted.
 
     python benchmarks/bench_planning.py [--models gpt-medium,gpt-small,cnn,many-tiny] [--rates 1gbit,2gbit,4gbit,40gbit]
-        [--caps 1,5,25,100] [--rounds 15] [--sharded] [--shaped] [--output FILE.csv]
+        [--caps 1,5,25,100] [--seconds 90] [--sharded] [--shaped] [--output FILE.csv]
 
 Each round times a forward and a backward of every plan once, so that a slow moment falls on all of them; with
 ``--sharded`` also the step of a sharded AdamW. ``bucket_cap_mb="auto"`` first trains until its plan stays.
 
 One rank on a simulated link, whose transfers slow down no computation; with ``--shaped`` two ranks, with one core each,
-on a link between network namespaces, which needs root. Predictions are from a report of the default capacity: on a fast
-simulated link with the numbers of the link to come, on a shaped one with all-reduces of several sizes.
+on a link between network namespaces, which needs root.
 
-hidden: the part of what any boundaries can hide that this plan hides, where "can" is the optimum if cuts and launches
-cost nothing: 1 if the step is as long as predicted for that, 0 if it is as long as computation and transfer together.
+Predictions are from a report of ``model.measure()``, of the steps of the default capacity in the same rounds. A
+simulated link's latency and rate are known; a shaped one is measured by all-reduces of several sizes.
+
+hidden = (alone + transfer - step) / (alone + transfer - least). "alone" is a step that waits for no transfer, by the
+report; "transfer" one transfer of all gradients; and "least" the predicted step of the best boundaries if cuts and
+launches cost nothing. Empty if boundaries can hide less than a twentieth of the step.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -53,8 +57,11 @@ from ddp_compile.validation.rates import Rate
 NEXT_AGREEMENT = 28
 #: After so many steps ``bucket_cap_mb="auto"`` has measured, planned, measured its plan, and perhaps gone back.
 STEPS_OF_AUTO = FIRST_MEASURED + NUM_MEASURED + NEXT_AGREEMENT + NUM_MEASURED
-#: Rate of a simulated link on which transfers take no time to speak of, in bit/s.
+#: Rate of a simulated link on which plans are agreed on, in bit/s.
 FAST = 400e9
+#: The plan that is measured for the predictions.
+DEFAULT = f"{DEFAULT_CAP_MIB['cpu']:g} MiB"
+FEWEST_ROUNDS = 11
 #: Steps in which a plan is agreed on, packed again and compiled.
 STEPS_OF_PLANS = 5
 
@@ -67,22 +74,15 @@ class Trained(NamedTuple):
     batch: tuple[torch.Tensor, torch.Tensor]
     optimizer: torch.optim.Optimizer | None
 
-    def step(self, steps: bool = True) -> tuple[float, float, float, float]:
-        """When a step began, its backward began, the optimizer began, and it ended.
-
-        Args:
-            steps: Whether the optimizer steps, if there is one.
-        """
+    def step(self) -> tuple[float, float]:
+        """When a step began, and when it ended."""
         self.replicated.zero_grad()
         inputs, targets = self.batch
         began = time.perf_counter()
-        loss = self.workload.loss(self.replicated(inputs), targets)
-        backward = time.perf_counter()
-        loss.backward()
-        reduced = time.perf_counter()
-        if steps and self.optimizer is not None:
+        self.workload.loss(self.replicated(inputs), targets).backward()
+        if self.optimizer is not None:
             self.optimizer.step()
-        return began, backward, reduced, time.perf_counter()
+        return began, time.perf_counter()
 
     def steps(self, number: int) -> Trained:
         for _ in range(number):
@@ -100,87 +100,133 @@ def train(arguments: argparse.Namespace, name: str, **settings: Any) -> Trained:
     return Trained(replicated, workload, batch, optimizer)
 
 
-def measure_computation(trained: Trained, num_steps: int) -> Computation:
-    """By a report of ``model.measure()``, as ``python -m ddp_compile plan --profile`` does."""
-    measurement = trained.replicated.measure(steps=num_steps)
-    trained.steps(num_steps + 1)
-    named = dict(trained.replicated.named_parameters())
-    return computation_of(measurement.report(), list(named), [parameter.nbytes for parameter in named.values()])
+class Rounds(NamedTuple):
+    """What some rounds have measured."""
+
+    times_s: dict[str, list[float]]  #: the step of each round, by plan
+    computation: Computation  #: by a report of one of them, as for ``python -m ddp_compile plan --profile``
+
+    def median_s(self, name: str) -> float:
+        return median(self.times_s[name])
 
 
-def times_of(plans: dict[str, Trained], rounds: int) -> dict[str, list[float]]:
-    """The step of each round, by plan."""
-    times: dict[str, list[float]] = {name: [] for name in plans}
+def rounds_of(plans: dict[str, Trained], seconds: float, arguments: argparse.Namespace) -> Rounds:
+    """As many rounds as come to so many seconds, but at least `FEWEST_ROUNDS`. The default plan is measured."""
+    began = time.perf_counter()
+    for trained in plans.values():
+        trained.step()
+    rounds = max(FEWEST_ROUNDS, int(seconds / 2 / (time.perf_counter() - began)))
+    if arguments.rank is not None:  # every rank as many as rank 0
+        agreed = torch.tensor(rounds)
+        dist.broadcast(agreed, 0)
+        rounds = int(agreed)
+    measured = plans[DEFAULT]
+    measurement = measured.replicated.measure(steps=2 * rounds)
+    times_s: dict[str, list[float]] = {name: [] for name in plans}
     for number in range(rounds):
         start = number % len(plans)
         for name in [*plans][start:] + [*plans][:start]:
             plans[name].step()  # fills the caches that the plan before it took
-            began, _, _, ended = plans[name].step()
-            times[name].append(ended - began)
-    return times
+            began, ended = plans[name].step()
+            times_s[name].append(ended - began)
+    measured.step()  # the report is there with the next forward
+    report = measurement.report()
+    named = dict(measured.replicated.named_parameters())
+    timed = replace(report, steps=report.steps[1::2])
+    return Rounds(times_s, computation_of(timed, list(named), [parameter.nbytes for parameter in named.values()]))
 
 
 def rows_of(arguments: argparse.Namespace, name: str) -> list[dict[str, object]]:
-    link = SimulatedLink(arguments) if arguments.rank is None else ShapedLink(arguments)
-    caps = list(map(float, arguments.caps.split(",")))
-    link.set_rate(None)
-    fixed = {f"{cap:g} MiB": train(arguments, name, bucket_cap_mb=cap).steps(STEPS_OF_PLANS) for cap in caps}
-    default = fixed[f"{DEFAULT_CAP_MIB['cpu']:g} MiB"]
-    computation = measure_computation(default, arguments.rounds)
-    specs = sorted((g for b in default.replicated.bucket_plan.buckets for g in b.gradients), key=lambda g: g.index)
-    model = Model(gradients=specs, computation=computation, default_caps_bytes=(2**20,))
+    link = SimulatedLink(arguments.world_size) if arguments.rank is None else ShapedLink()
+    caps = {float(cap) for cap in arguments.caps.split(",")} | {DEFAULT_CAP_MIB["cpu"], 25.0}
+    fixed = {cap_name(cap): train(arguments, name, bucket_cap_mb=cap).steps(STEPS_OF_PLANS) for cap in sorted(caps)}
     rows: list[dict[str, object]] = []
     for rate in arguments.rates.split(","):
         link.set_rate(rate)
         whole = link.all_reduce()
         half = Collective(latency_s=link.latency_of_half(whole), s_per_byte=whole.s_per_byte / 2)
-        costs = computation.with_transfers(*([half, half] if arguments.sharded else [whole]))
+        transfers = (half, half, arguments.world_size) if arguments.sharded else (whole,)
+        first = rounds_of({DEFAULT: fixed[DEFAULT]}, 0.0, arguments).computation
+        specs = (g for b in fixed[DEFAULT].replicated.bucket_plan.buckets for g in b.gradients)
+        model = Model(
+            gradients=sorted(specs, key=lambda gradient: gradient.index),
+            computation=first,
+            default_caps_bytes=(2**20,),
+        )
+        planner = LeastTime(first.with_transfers(*transfers))
         plans = fixed | {
-            "optimal": with_plan(arguments, name, model, LeastTime(costs)).steps(STEPS_OF_PLANS),
+            "optimal": with_plan(arguments, name, model, planner).steps(STEPS_OF_PLANS),
             "auto": train(arguments, name, bucket_cap_mb="auto").steps(STEPS_OF_AUTO),
         }
-        times = times_of(plans, arguments.rounds)
-        alone_s = link.alone_s(default, arguments.rounds)
-        free = replace(costs, launch_s=0.0)
-        can_s = predict(loads_of(model.plan(LeastTime(free)), free), free).exposed_s
-        transfer_s = whole.s_per_byte * model.num_bytes
-        best = min(fixed, key=lambda each: median(times[each]))
-        for plan, trained in plans.items():
-            bucket_plan, measured_s = trained.replicated.bucket_plan, median(times[plan])
-            predicted_s = predict(loads_of(bucket_plan, costs), costs).step_s
-            ratio, low, high = median_and_interval(a / b for a, b in zip(times[plan], times[best], strict=True))
-            of_25 = median(a / b for a, b in zip(times[plan], times.get("25 MiB", times[best]), strict=True))
-            rows.append(
-                {
-                    "model": name,
-                    "link": rate,
-                    "transfer/alone": round(transfer_s / alone_s, 2),
-                    "plan": plan,
-                    "buckets": len(bucket_plan.buckets),
-                    "step_ms": round(measured_s * 1e3, 2),
-                    "to_best_cap": round(ratio, 4),
-                    "from": round(low, 4),
-                    "to": round(high, 4),
-                    "to_25": round(of_25, 4),
-                    "hidden": round((transfer_s - (measured_s - alone_s)) / (transfer_s - can_s), 3),
-                    "predicted_ms": round(predicted_s * 1e3, 2),
-                    "predicted/measured": round(predicted_s / measured_s, 3),
-                }
-            )
+        rounds = rounds_of(plans, arguments.seconds, arguments)
+        rows += rows_of_rounds(
+            name, rate, plans, fixed, rounds, replace(model, computation=rounds.computation), transfers
+        )
         if not arguments.rank:
             report_rows(rows[-len(plans) :], None)
     return rows
 
 
+def rows_of_rounds(
+    name: str,
+    rate: str,
+    plans: dict[str, Trained],
+    fixed: Collection[str],
+    rounds: Rounds,
+    model: Model,
+    transfers: Sequence[Any],
+) -> list[dict[str, object]]:
+    """One row for each plan on one link."""
+    costs = rounds.computation.with_transfers(*transfers)
+    free = replace(costs, launch_s=0.0)
+    least_s = predict(loads_of(model.plan(LeastTime(free)), free), free).step_s
+    sent_s = sum(each.time_s(model.num_bytes) for each in (costs.reduce, costs.gather) if each is not None)
+    alone_s = max(costs.ready_s) + costs.step_s_per_byte * model.num_bytes + costs.forward_s
+    can_s = alone_s + sent_s - least_s
+    best = min(fixed, key=rounds.median_s)
+    rows: list[dict[str, object]] = []
+    for plan, trained in plans.items():
+        bucket_plan, step_s = trained.replicated.bucket_plan, rounds.median_s(plan)
+        predicted_s = predict(loads_of(bucket_plan, costs), costs).step_s
+        of_best, of_25 = (
+            median_and_interval(a / b for a, b in zip(rounds.times_s[plan], rounds.times_s[other], strict=True))
+            for other in (best, cap_name(25.0))
+        )
+        rows.append(
+            {
+                "model": name,
+                "link": rate,
+                "transfer/alone": round(sent_s / alone_s, 2),
+                "plan": plan,
+                "digest": replace(bucket_plan, generation=0).digest,  # a plan that came back is the same
+                "buckets": len(bucket_plan.buckets),
+                "rounds": len(rounds.times_s[plan]),
+                "step_ms": round(step_s * 1e3, 2),
+                "to_best_cap": round(of_best[0], 4),
+                "from": round(of_best[1], 4),
+                "to": round(of_best[2], 4),
+                "to_25": round(of_25[0], 4),
+                "hidden": round((alone_s + sent_s - step_s) / can_s, 3) if can_s > 0.05 * step_s else "",
+                "predicted_ms": round(predicted_s * 1e3, 2),
+                "predicted/measured": round(predicted_s / step_s, 3),
+            }
+        )
+    return rows
+
+
+def cap_name(cap_mib: float) -> str:
+    return f"{cap_mib:g} MiB"
+
+
 class SimulatedLink:
     """A link of one process, see `ddp_compile.bench.simulated_link`."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.world_size = arguments.world_size
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self.model = LinkModel.from_rate(FAST, self.world_size)
 
-    def set_rate(self, rate: str | None) -> None:
-        bits = FAST if rate is None else Rate.parse(rate).bits_per_second
+    def set_rate(self, rate: str) -> None:
+        bits = Rate.parse(rate).bits_per_second
         assert bits is not None
         self.model = LinkModel.from_rate(bits, self.world_size)
         set_link_model(self.model)
@@ -193,40 +239,19 @@ class SimulatedLink:
         """Each transfer of a sharded optimizer has the latency of one collective here."""
         return whole.latency_s
 
-    def alone_s(self, trained: Trained, rounds: int) -> float:
-        """A step if transfers take no time."""
-        present = self.model
-        self.set_rate(None)
-        alone = times_of({"alone": trained}, rounds)["alone"]
-        set_link_model(present)
-        return median(alone)
-
 
 class ShapedLink:
     """The link that this rank's network namespace has."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._collective: Collective | None = None
-
-    def set_rate(self, rate: str | None) -> None:
+    def set_rate(self, rate: str) -> None:
         """It has been set before this process began."""
 
     def all_reduce(self) -> Collective:
-        group = dist.distributed_c10d._get_default_group()
-        return measure_link(group, torch.device("cpu"))
+        assert dist.group.WORLD is not None
+        return measure_link(dist.group.WORLD, torch.device("cpu"))
 
     def latency_of_half(self, whole: Collective) -> float:
         return whole.latency_s / 2
-
-    def alone_s(self, trained: Trained, rounds: int) -> float:
-        """A step that sends nothing."""
-        times = []
-        for _ in range(rounds):
-            with trained.replicated.no_sync():
-                began, *_, ended = trained.step(steps=False)
-            times.append(ended - began)
-        trained.step()
-        return median(times)
 
 
 def with_plan(arguments: argparse.Namespace, name: str, model: Model, planner: LeastTime) -> Trained:
@@ -240,10 +265,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gpt-medium,gpt-small,cnn,many-tiny")
     parser.add_argument("--rates", default="1gbit,2gbit,4gbit,40gbit")
-    parser.add_argument("--caps", default="1,5,25,100", help="fixed capacities in MiB")
+    parser.add_argument("--caps", default="1,5,25,100", help="fixed capacities in MiB; 5 and 25 are always among them")
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--world-size", type=int, default=2, help="simulated ranks")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--world-size", type=int, default=2, help="ranks, simulated without --shaped")
+    parser.add_argument(
+        "--seconds", type=float, default=90.0, help=f"for each setting; at least {FEWEST_ROUNDS} rounds"
+    )
     parser.add_argument("--sharded", action="store_true", help="with a sharded AdamW, whose step is timed too")
     parser.add_argument("--shaped", action="store_true", help="two ranks on a shaped link instead of a simulated one")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

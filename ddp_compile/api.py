@@ -87,8 +87,9 @@ def ddp_compile(
             launch order. None means 5 on a CPU and 25 on a GPU. "auto" measures some of the first steps, and replaces
             the plan by one that ends them earlier if there is one: docs/planning.md.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first; at most ``bucket_cap_mb``.
-        max_bucket_cap_mb: Limit in MiB for plans of ``bucket_cap_mb="auto"``: no bucket of several gradients is larger.
-            It bounds the memory of one bucket with ``lazy_bucket_allocation`` or a sharded optimizer.
+        max_bucket_cap_mb: Limit in MiB for the plans of ``bucket_cap_mb="auto"``, also for the one it begins with: no
+            bucket of several gradients is larger. Bounds the memory of one bucket with ``lazy_bucket_allocation`` or a
+            sharded optimizer.
         bucket_plan: A file that ``model.bucket_plan.save(path)`` or ``python -m ddp_compile plan --save path`` has
             written, with a plan of the same model. It replaces the capacities.
         split: How buckets are launched while a compiled backward runs. "forward" cuts graphs at bucket boundaries;
@@ -170,7 +171,7 @@ def ddp_compile(
     max_bucket_bytes = limit_from_mib(max_bucket_cap_mb, bucket_cap_mb)
     caps_bytes = caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, next(module.parameters()).device.type)
     config = ReplicateConfig(
-        caps_bytes=caps_bytes if max_bucket_bytes is None else tuple(min(cap, max_bucket_bytes) for cap in caps_bytes),
+        caps_bytes=caps_bytes,
         split=split,
         broadcast_buffers=broadcast_buffers,
         init_sync=init_sync,

@@ -162,14 +162,14 @@ def caps_from_mib(
     Raises:
         ValueError: A capacity is not a number above zero, or the list is empty.
     """
-    first_cap = _cap_bytes("first_bucket_cap_mb", first_bucket_cap_mb)
+    first_cap = cap_bytes_from_mib("first_bucket_cap_mb", first_bucket_cap_mb)
     if bucket_cap_mb is None or bucket_cap_mb == "auto":
         bucket_cap_mb = DEFAULT_CAP_MIB.get(device_type, DEFAULT_CAP_MIB["cuda"])
     if isinstance(bucket_cap_mb, list | tuple):
         if not bucket_cap_mb:
             raise ValueError("bucket_cap_mb=[] has no capacity; pass bucket_cap_mb=25 (MiB) or a list such as [1, 25]")
-        return tuple(_cap_bytes(f"bucket_cap_mb[{i}]", cap) for i, cap in enumerate(bucket_cap_mb))
-    cap = _cap_bytes("bucket_cap_mb", bucket_cap_mb)
+        return tuple(cap_bytes_from_mib(f"bucket_cap_mb[{i}]", cap) for i, cap in enumerate(bucket_cap_mb))
+    cap = cap_bytes_from_mib("bucket_cap_mb", bucket_cap_mb)
     return (min(first_cap, cap), cap)
 
 
@@ -186,10 +186,19 @@ def limit_from_mib(max_bucket_cap_mb: float | None, bucket_cap_mb: object) -> in
             f"max_bucket_cap_mb={max_bucket_cap_mb!r} limits the plans of bucket_cap_mb='auto', and"
             f" bucket_cap_mb={bucket_cap_mb!r}; drop it, or pass bucket_cap_mb='auto'"
         )
-    return _cap_bytes("max_bucket_cap_mb", max_bucket_cap_mb)
+    return cap_bytes_from_mib("max_bucket_cap_mb", max_bucket_cap_mb)
 
 
-def _cap_bytes(setting: str, mib: Any) -> int:
+def cap_bytes_from_mib(setting: str, mib: Any) -> int:
+    """A capacity or limit in bytes.
+
+    Args:
+        setting: What it is called where the user has set it.
+        mib: In MiB.
+
+    Raises:
+        ValueError: It is not a number above zero, or not finite.
+    """
     if isinstance(mib, bool) or not isinstance(mib, int | float) or not 0 < mib < float("inf"):
         default = 1 if setting.startswith("first") else 25
         auto = ", or 'auto'" if setting == "bucket_cap_mb" else ""

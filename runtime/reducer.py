@@ -76,6 +76,8 @@ class Reducer:
     ) -> None:
         self.parameters = tuple(parameters)
         self.finalizes_manually = False  #: whether `finalize_manually` must be called after each backward
+        #: Called after each iteration that the ranks have reduced together, when nothing of it is under way.
+        self.on_iteration_ended: Callable[[], None] = lambda: None
         self._monitor = monitor
         self._on_plan_sealed = on_plan_sealed
         self._lifecycle = Lifecycle()
@@ -138,13 +140,8 @@ class Reducer:
 
     # The plan.
 
-    @property
-    def may_replace_plan(self) -> bool:
-        """Whether the plan is sealed and nothing is under way, apart from gradients accumulated in ``no_sync``."""
-        return bool(self.buckets) and self.is_between_steps and not self._lifecycle.phase.after_forward
-
     def replace_plan(self, proposed: BucketPlan) -> bool:
-        """Reduce by what rank 0 proposes from now on; called on every rank, if `may_replace_plan`.
+        """Reduce by what rank 0 proposes from now on; called on every rank at the end of an iteration.
 
         Returns:
             Whether it is the plan now. The same on every rank; not if what is sharded cannot follow.
@@ -216,8 +213,6 @@ class Reducer:
             self._watch_hooked_parameters()
             if synchronize:
                 self._alone.forget()
-                if self.may_replace_plan and not self.algorithm.traits.keeps_buckets:
-                    self._set.rebuild_once()
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # Not waited for: ranks that stopped elsewhere may never join what this rank launched.
             raise error_messages.out_of_step()
@@ -503,8 +498,10 @@ class Reducer:
             return
         if self._lifecycle.phase.state is State.LOCAL:  # a hook called the module inside no_sync
             self._alone.forget()
-        elif self._alone.backward_ends():
+        elif arrived := self._alone.backward_ends():
             self._start_iteration()
+            for index in arrived:
+                self._set.note_arrival(index)
             for index, bucket in enumerate(self._set.of_parameter):
                 self._policy.counts(bucket, index, is_undefined=self.parameters[index].grad is None)
             for bucket in self.buckets:
@@ -537,10 +534,19 @@ class Reducer:
         except (GradientArrivalError, NonFiniteGradientError):
             self._begin_iteration()  # so that training can continue
             raise
-        if self._set.iteration.met_others or self._queue.world_size == 1:
+        is_of_all = self._set.iteration.met_others or self._queue.world_size == 1
+        if is_of_all:
             assert self._set.plan is not None
             self._queue.records.iteration_ends(self._set.plan)
         self._begin_iteration()
+        traits = self.algorithm.traits
+        if is_of_all:
+            # Not before the next forward, in which a rank may be alone.
+            if not traits.keeps_buckets:
+                self._set.rebuild_once()
+            self.on_iteration_ended()
+        elif not traits.in_step:
+            self._set.rebuild_never()
         self._queue.records.exchange_if_due()
 
     def _begin_iteration(self) -> None:

@@ -12,7 +12,7 @@ from ddp_compile.plan.spec import BucketPlan, renumbered
 def replace_plan(model: Any, cap_mb: float) -> None:
     """Between two steps, on every rank; does nothing before the first backward."""
     state = state_of(model)
-    if state.reducer.may_replace_plan:
+    if state.reducer.buckets:
         buckets = pack(
             reversed(state.builder.gradients), [max(1, int(cap_mb * 2**20))], state.builder.layout, frame=None
         )

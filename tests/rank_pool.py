@@ -35,6 +35,8 @@ GROUP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 240.0
 #: More threads than this belong to several process groups that nothing uses anymore.
 MOST_THREADS = 6
+#: What `sys.getrefcount` counts for an item of a list in a loop over the list: the list, the variable, the argument.
+REFERENCES_OF_A_LOOP = 3
 PROCESS_ENDED = "EOFError"  #: the kind of failure of a rank whose process is gone
 
 
@@ -183,6 +185,10 @@ def collect_process_groups() -> None:
 
     Their threads poll: on idle ranks they took a tenth of both cores. Remaining objects are not scanned again.
 
+    A group that anything else holds waits for a later call. The callback of a communication hook may hold it, on one
+    of gloo's threads that has not dropped the callback yet. The group would then be freed there, and its destructor
+    ends the process, since a thread cannot join itself (torch 2.13).
+
     A DistributedDataParallel must not be a group's last owner. The collector frees its reducer with the GIL held; the
     group's destructor then joins a thread of gloo that may be waiting for the GIL to drop a tensor (torch 2.13). A
     group that Python owns is destroyed without the GIL.
@@ -190,7 +196,7 @@ def collect_process_groups() -> None:
     if len(os.listdir("/proc/self/task")) > MOST_THREADS:
         gc.collect()
         gc.freeze()
-        _destroyed.clear()
+        _destroyed[:] = [group for group in _destroyed if sys.getrefcount(group) > REFERENCES_OF_A_LOOP]
 
 
 def _serve(rank: int, world_size: int, connection: Connection, path: list[str], stacks: str) -> None:
@@ -204,8 +210,7 @@ def _serve(rank: int, world_size: int, connection: Connection, path: list[str], 
         ddp_compile.__kwdefaults__ = defaults
         connection.send(_call(rank, world_size, function, args, kwargs, store, timeout_s))
         torch._dynamo.reset()
-        # Here, and not where a callback of one of gloo's own threads ends, which cannot wait for itself. Now, since
-        # minutes may pass until the next call.
+        # Now, since minutes may pass until the next call.
         collect_process_groups()
 
 

@@ -3,9 +3,9 @@
 Note [Steps without values]
 The module's parameters are fake tensors. One forward and one backward run inside ``no_sync``, so that nothing is
 reduced: Dynamo, the passes and AOTAutograd work as in training, and hooks see in which order the gradients come. From
-that follows what the reducer would do: it seals the plan in the first backward, repacks the eager tail before the
-second forward (`BucketSet.rebuild_once`), and launches a bucket inside the compiled backward once it has seen that all
-its gradients came from one place (Note [Launched before AccumulateGrad]).
+that follows what the reducer would do: it seals the plan in the first backward, repacks the eager tail at its end
+(`BucketSet.rebuild_once`), and launches a bucket inside the compiled backward once it has seen that all its gradients
+came from one place (Note [Launched before AccumulateGrad]).
 """
 
 from __future__ import annotations

@@ -16,11 +16,13 @@ from typing import Any
 
 from ddp_compile import torch_internals
 from ddp_compile.commands.users_step import RETURNS, TracingError, UsersStep, loaded, raising_at, users_step
-from ddp_compile.config import caps_from_mib, limit_from_mib
+from ddp_compile.config import cap_bytes_from_mib, caps_from_mib
 from ddp_compile.plan.costs import Computation, Link
 from ddp_compile.plan.scenarios import Model, Prediction, predictions
 from ddp_compile.report.costs import all_reduce_of, computation_of
 from ddp_compile.report.steps import StepReport
+from ddp_compile.runtime.algorithms.all_reduce import AllReduce
+from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 from ddp_compile.validation.description import describe_gradients
 from ddp_compile.validation.rates import Rate, parse_seconds
 
@@ -60,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(_table(found))
         print(_advice(found, arguments.save))
         if arguments.save is not None:
-            _best([each for each in found if each.plan is not None]).plan.save(arguments.save)  # type: ignore[union-attr]
+            saved = _best([each for each in found if each.plan is not None])
+            assert saved.plan is not None
+            saved.plan.save(arguments.save)
+            print(f"{arguments.save} has the plan of: {saved.name}")
         if arguments.png is not None:
             _draw(model, link_of, arguments)
     except (ValueError, TracingError) as error:
@@ -86,6 +91,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _link(arguments: argparse.Namespace) -> Callable[[int], Link]:
+    # Without --bandwidth the profile's transfers stand for the link, and its rate is not used.
     rate = Rate.parse(arguments.bandwidth or "100gbit").bits_per_second
     if rate is None:
         raise ValueError(f"--bandwidth {arguments.bandwidth} is not a rate; pass for example 100gbit")
@@ -120,13 +126,15 @@ def _model(arguments: argparse.Namespace) -> tuple[Model, str]:
             if not computation.step_s_per_byte:
                 said += "; its optimizer's time is not known and left out"
             if arguments.bandwidth is None:
+                _refuse_other_algorithm(report)
                 collective = all_reduce_of(report, arguments.world_size)
+    limit_mib = arguments.max_bucket_cap_mb
     model = Model(
         gradients=gradients,
         computation=computation,
         default_caps_bytes=caps_from_mib(None, 1.0, "cuda"),
         collective=collective,
-        largest_bytes=limit_from_mib(arguments.max_bucket_cap_mb, "auto"),
+        largest_bytes=None if limit_mib is None else cap_bytes_from_mib("--max-bucket-cap-mb", limit_mib),
     )
     size = f"{len(gradients)} gradients, {model.num_bytes / 2**20:.1f} MiB"
     if collective is not None:
@@ -142,6 +150,14 @@ def _report(path: Path) -> StepReport:
         return StepReport.from_json(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"--profile {path} cannot be read: {error}") from error
+
+
+def _refuse_other_algorithm(report: StepReport) -> None:
+    if report.algorithm not in (AllReduce.name, ShardedAlgorithm.name):
+        raise ValueError(
+            f"the profile is of the algorithm {report.algorithm!r}, whose transfers do not tell what an all-reduce"
+            " takes; pass --bandwidth and --latency, or a profile of GradientAllReduce() or of a sharded optimizer"
+        )
 
 
 def _traced(

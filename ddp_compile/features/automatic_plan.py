@@ -1,38 +1,40 @@
 """``bucket_cap_mb="auto"``: a bucket plan from measured steps, replaced while the model trains.
 
 Note [When a plan is measured and replaced]
-Training begins with the default capacities. Soon every rank measures some steps, as by ``model.measure()``. Before the
-next forward, rank 0 plans by medians over ranks and steps, and sends every rank the plan to go on with. So one slow
-step decides nothing, nor does one slow rank of three or more. Gradients, also those accumulated in ``no_sync``, and
-states of optimizers stay as they are; those of a sharded optimizer move to the ranks that step the new pieces. The
-training graphs are compiled once more, since the plan decides where they are cut and what they launch. Some steps of
-the new plan are measured too. If they are no shorter than those before, the old plan comes back.
+Training begins with the default capacities. Soon every rank measures some steps, as by ``model.measure()``. At the end
+of the backward of the last one, rank 0 plans by medians over ranks and steps, and sends every rank the plan to go on
+with. So one slow step decides nothing, nor does one slow rank of three or more. Gradients, also those accumulated in
+``no_sync``, and states of optimizers stay as they are; those of a sharded optimizer move to the ranks that step the new
+pieces. The training graphs are compiled once more, since the plan decides where they are cut and what they launch. Some
+steps of the new plan are measured too. If they are no shorter than those before, the old plan comes back.
 
 Every `AGAIN_AFTER` iterations a few steps are measured again. The plan is replaced again only if the link has become
 faster or slower by `LINK_FACTOR`. Between the measurements nothing is recorded and nothing is sent.
 
-All ranks count iterations alike, so all measure the same steps. A measurement by the user goes first.
+Whatever needs every rank happens at the end of a backward that all ranks have reduced, where nothing is under way. In a
+forward a rank may be alone: it may evaluate with gradients, or accumulate in ``no_sync``. All ranks count iterations
+alike, so all measure the same steps. A measurement by the user goes first.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
 from ddp_compile.errors import number_of, this_rank
-from ddp_compile.features.measurement import Measurement
+from ddp_compile.features.measurement import Measurement, next_number, when_pass_ends
 from ddp_compile.features.replica import Replica
 from ddp_compile.plan.costs import Collective, Costs
 from ddp_compile.plan.packing import replan
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.costs import collective_of, computation_of
 from ddp_compile.report.steps import StepReport
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.link_sweep import BUDGET_S, measure_link
 from ddp_compile.runtime.desync.model_order import is_agreement_point
 
@@ -49,8 +51,8 @@ LEAST_GAIN = 0.02
 #: The part of a step by which a new plan may be measured to be slower than the old one before that comes back. What a
 #: launch costs is measured, but not what it costs to cut a graph in one more place.
 MOST_LOSS = 0.0
-#: All-reduces of several sizes, where they are needed, take at most this part of the time.
-MOST_SWEEPING = 0.005
+#: All-reduces of several sizes, where they are needed, are not repeated sooner: they take at most 0.5 % of the time.
+SWEEP_AGAIN_S = BUDGET_S / 0.005
 #: A plan is not replaced again before the link's time for a bucket has changed by this factor.
 LINK_FACTOR = 1.5
 
@@ -67,35 +69,26 @@ class AutomaticPlan:
     def __init__(self, replica: Replica, model: str, compile_again: Callable[[], None]) -> None:
         self._replica, self._model, self._compile_again = replica, model, compile_again
         self._algorithm = weakref.ref(replica.reducer.algorithm)  # the one that is measured
-        self._began: dict[int, float] = {}  # when the first forward of each measured iteration did, on this rank
+        self._number = next_number()
         self._next_at = FIRST_MEASURED
         self._measurement: Measurement | None = None
-        self._swept_at: int | None = None  # the last iteration before which the link was measured by itself
         self._planned_for: Collective | None = None  # the link that the last decision was made for
         self._is_on_trial = False  # whether the next measurement is the first one of a new plan
         self._trial: _Trial | None = None  # what rank 0 knows of it
 
-    def before_forward(self) -> None:
-        """Called before every forward whose backward is reduced, on every rank.
-
-        Raises:
-            RanksDifferError: Another rank does something else.
-            ReductionError: Another rank did not come.
-        """
+    def iteration_ends(self) -> None:
+        """Called on every rank at the end of an iteration, when nothing is under way."""
         reducer = self._replica.reducer
         if reducer.algorithm is not self._algorithm():
             self._begin_again()
-        if not reducer.may_replace_plan:
-            return
-        if self._measurement is not None:
-            if self._measurement.is_over:
-                measurement, self._measurement = self._measurement, None
-                self._decide(measurement)
-        elif reducer.iteration_number >= self._next_at and not self._user_measures:
-            self._measurement = Measurement(self._replica, self._model, NUM_MEASURED, lambda: None)
-            self._began.clear()
-        if self._measurement is not None:
-            self._began[reducer.iteration_number] = time.perf_counter()
+        if self._measurement is None and reducer.iteration_number >= self._next_at:
+            when_pass_ends(self._number, self._measure)
+
+    def _measure(self) -> None:
+        """Measure from the next iteration on."""
+        if not self._user_measures:
+            first = self._replica.reducer.iteration_number
+            self._measurement = Measurement(self._replica, self._model, NUM_MEASURED, first, then=self._decide)
 
     def make_way(self) -> None:
         """The user begins to measure, or the model is unwrapped, on every rank: drop what is being measured."""
@@ -114,15 +107,17 @@ class AutomaticPlan:
     def _user_measures(self) -> bool:
         return self._replica.measurement is not None and not self._replica.measurement.is_over
 
-    def _decide(self, measurement: Measurement) -> None:
-        """Go on with the plan that rank 0 chooses."""
+    def _decide(self) -> None:
+        """After a measurement, on every rank: go on with the plan that rank 0 chooses."""
         reducer, builder, rank = self._replica.reducer, self._replica.builder, self._replica.process_group.rank()
-        if not measurement.is_complete:  # on every rank: no step was recorded on all of them
+        measurement, self._measurement, present = self._measurement, None, builder.sealed
+        assert measurement is not None and present is not None
+        if not measurement.is_complete:
             self._next_at = reducer.iteration_number
+            _log(rank, "plan %s stays for now: no step was recorded on all ranks", present.digest)
             return
-        present, report = builder.sealed, measurement.report()
-        assert present is not None
-        step_s = self._step_s(report)
+        report = measurement.report()
+        step_s = self._step_s(report, measurement.periods_s)
         chosen = present
         if self._is_on_trial:
             if rank == 0:
@@ -150,12 +145,10 @@ class AutomaticPlan:
         """What `_step_s` is."""
         return "a step" if self._replica.reducer.gathers_parameters else "a forward with its backward"
 
-    def _step_s(self, report: StepReport) -> float:
+    def _step_s(self, report: StepReport, periods_s: Sequence[float]) -> float:
         """A forward and a backward; with a sharded optimizer from one forward to the next, as its step sends too."""
-        pairs = itertools.pairwise(sorted(self._began.items()))
-        periods = [end_s - begin_s for (before, begin_s), (number, end_s) in pairs if number == before + 1]
-        if periods and self._replica.reducer.gathers_parameters:
-            return median(periods)
+        if periods_s and self._replica.reducer.gathers_parameters:
+            return median(periods_s)
         return median(step.duration_s for step in report.steps)
 
     def _judge(self, present: BucketPlan, step_s: float) -> BucketPlan:
@@ -173,6 +166,7 @@ class AutomaticPlan:
     def _choose(self, present: BucketPlan, step_s: float, costs: Costs) -> BucketPlan:
         """The present plan, or a new one that is worth a trial. Only rank 0 calls it."""
         if self._planned_for is not None and not _has_changed(self._planned_for, costs.reduce, present):
+            _log(0, "plan %s stays: the link has not become %g times faster or slower", present.digest, LINK_FACTOR)
             return present
         self._planned_for = costs.reduce
         following = replan(present, costs, LEAST_GAIN, self._replica.config.max_bucket_bytes)
@@ -198,21 +192,19 @@ class AutomaticPlan:
             reduce = collective_of(report, group.size())
             gather = collective_of(report, group.size(), "gather") if gathers else None
         except ValueError:
-            reduce, gather = measure_link(group, self._replica.device, self._sweeps_again(report)), None
+            reduce, gather = self._measured_link(), None
             if gathers:  # a reduce-scatter and an all-gather are an all-reduce together
                 reduce = gather = Collective(latency_s=reduce.latency_s / 2, s_per_byte=reduce.s_per_byte / 2)
         return computation.with_transfers(reduce, gather, group.size() if gathers else 1)
 
-    def _sweeps_again(self, report: StepReport) -> bool:
-        """Whether the last sweep is so long ago that another one takes little of the time; alike on every rank."""
-        number, before = self._replica.reducer.iteration_number, self._swept_at
-        if before is None:
-            self._swept_at = number
-            return False
-        trained_s = (number - before) * median(step.duration_s for step in report.steps)
-        if again := MOST_SWEEPING * trained_s >= BUDGET_S:
-            self._swept_at = number
-        return again
+    def _measured_link(self) -> Collective:
+        """By transfers of their own, which the gathers of the last step must not disturb."""
+        replica = self._replica
+        replica.reducer.algorithm.sharding.await_parameters()
+        try:
+            return measure_link(replica.process_group, replica.device, SWEEP_AGAIN_S)
+        except RuntimeError as error:
+            raise error_messages.exchange_failed("measurement of the link", error) from error
 
 
 class _Trial(NamedTuple):

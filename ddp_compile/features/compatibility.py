@@ -149,6 +149,10 @@ EXCLUSIONS = (
         " and replacing it would lose what is kept for each bucket",
         "Measure with model.measure(), save a plan by python -m ddp_compile plan --profile, and pass it as"
         " bucket_plan="),
+    Exclusion(
+        Feature.AUTOMATIC_PLAN, (Feature.SKIP_UNUSED,),
+        "the plan is computed for buckets that are all reduced in every step",
+        "Leave out skip_all_reduce_unused_params"),
 )
 # fmt: on
 

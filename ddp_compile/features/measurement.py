@@ -6,7 +6,8 @@ and nothing is under way, so that later one rank alone can look at the report. A
 in `Measurement.stop`. While it records, nothing more is sent than without it.
 
 One backward may reach several models, and they may come to their ends in another order on each rank. So the exchanges
-come when all of them have, in the order in which the measurements began, which is the same on every rank.
+come when all of them have, in the order in which the measurements began, which is the same on every rank. So does what
+else needs every rank at the end of an iteration; see `when_pass_ends`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -44,14 +45,67 @@ _numbers = itertools.count()
 
 
 class _Due(threading.local):
-    """The measurements that end in the backward pass that this thread ends."""
+    """What comes at the end of the backward pass that this thread ends, with its number."""
 
     def __init__(self) -> None:
         self.graph_task = -1
-        self.measurements: list[weakref.ref[Measurement]] = []
+        self.methods: list[tuple[int, weakref.WeakMethod[Callable[[], None]]]] = []
 
 
 _due = _Due()
+
+
+def next_number() -> int:
+    """A number for `when_pass_ends`. Every rank has to take its numbers for the same things in the same order."""
+    return next(_numbers)
+
+
+def when_pass_ends(number: int, method: Callable[[], None]) -> None:
+    """Call a method that needs every rank when the backward pass has ended; see Note [When records are exchanged].
+
+    At once outside of a backward, where the user ends each model's step.
+
+    Args:
+        number: Methods with smaller ones come first.
+        method: A bound method, whose object this does not keep alive.
+    """
+    graph_task = torch_internals.current_graph_task_id()
+    if graph_task == -1:
+        method()
+        return
+    if _due.graph_task != graph_task:
+        _due.graph_task, _due.methods = graph_task, []  # those of a pass that raised are dropped
+        # Twice, so that it comes after collectives that others queue when the pass ends; see `DelayedAllReduce`.
+        torch_internals.queue_backward_callback(lambda: torch_internals.queue_backward_callback(_call_what_is_due))
+    _due.methods.append((number, weakref.WeakMethod(method)))
+
+
+def _call_what_is_due() -> None:
+    due, _due.graph_task, _due.methods = _due.methods, -1, []
+    for _, reference in sorted(due, key=lambda each: each[0]):
+        if (method := reference()) is not None:
+            method()
+
+
+def begin_measurement(
+    replica: Replica, model: str, steps: int | None, explain: Callable[[], Explanation | None]
+) -> Measurement:
+    """``model.measure()``: begin a measurement, on every rank between the same two steps.
+
+    Args:
+        model: Name of the model's class.
+        steps: How many steps to record; None for any number.
+        explain: Returns what ``model.explain()`` says; must not keep the model alive.
+
+    Raises:
+        ValueError: ``steps`` is not a positive integer.
+        ReplicationError: It cannot begin now.
+        RanksDifferError: Another rank measures other steps, or none within the process group's timeout.
+    """
+    _refuse(replica, steps)
+    first = replica.reducer.iteration_number + replica.reducer.is_within_iteration
+    replica.monitor.agree_on_measurement(f"measure(steps={steps})", f" from iteration {first} on")
+    return Measurement(replica, model, steps, first, explain=explain)
 
 
 class Measurement:
@@ -62,22 +116,28 @@ class Measurement:
     Args:
         model: Name of the model's class.
         steps: How many steps to record; None for any number.
+        first: Number of the first iteration to record; the same on every rank.
         explain: Returns what ``model.explain()`` says, or None; must not keep the model alive.
+        then: Called on every rank after the records were exchanged.
     """
 
     def __init__(
-        self, replica: Replica, model: str, steps: int | None, explain: Callable[[], Explanation | None]
+        self,
+        replica: Replica,
+        model: str,
+        steps: int | None,
+        first: int,
+        *,
+        explain: Callable[[], Explanation | None] = lambda: None,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
-        _refuse(replica, steps)
         reducer, group, device = replica.reducer, replica.process_group, replica.device
-        first = reducer.iteration_number + reducer.is_within_iteration
-        replica.monitor.agree_on_measurement(f"measure(steps={steps})", f" from iteration {first} on")
         self._replica = weakref.ref(replica)  # users may keep the report for longer than the model
-        self._model, self._steps, self._device, self._explain = model, steps, device, explain
+        self._model, self._steps, self._device, self._explain, self._then = model, steps, device, explain, then
         self._ranks, self._rank_in_group = dist.get_process_group_ranks(group), group.rank()
         self._report: StepReport | None = None
         self._is_over = False
-        self._number = next(_numbers)
+        self._number = next_number()
         self._hosts: Any = host_group(group, device)
         self._offsets = _among_ranks(measure_offsets, *self._hosts)
         self._records = StepRecords(
@@ -87,7 +147,7 @@ class Measurement:
             steps,
             steps or MOST_KEPT,
             work_blocks_host(group, device),
-            _while_alive(self),
+            _exchange_of(self),
         )
         reducer.record_into(self._records)
 
@@ -166,10 +226,20 @@ class Measurement:
         messages = _among_ranks(exchange_bytes, message, *hosts)
         everyone = [_from_message(each, offset) for each, offset in zip(messages, offsets, strict=True)]
         numbers = set.intersection(*(set(steps) for steps in everyone))  # a rank may have dropped a step
-        if not numbers:
-            return
-        assert plan is not None
-        self._report = StepReport(
+        if numbers:
+            assert plan is not None
+            self._report = self._report_of(everyone, numbers, plan, offsets, replica)
+        self._then()
+
+    def _report_of(
+        self,
+        everyone: Sequence[Mapping[int, RawStep]],
+        numbers: Iterable[int],
+        plan: BucketPlan,
+        offsets: Iterable[Offset],
+        replica: Replica,
+    ) -> StepReport:
+        return StepReport(
             model=self._model,
             algorithm=replica.reducer.algorithm.name,
             plan_digest=plan.digest,
@@ -182,6 +252,12 @@ class Measurement:
             device=self._device.type,
             explanation=self._explain(),
         )
+
+    @property
+    def periods_s(self) -> list[float]:
+        """The times from the first forward of a step to that of the next one, on this rank, in seconds."""
+        pairs = itertools.pairwise(self._records.steps)
+        return [(after.began - before.began) / 1e9 for before, after in pairs if after.number == before.number + 1]
 
     def __enter__(self) -> Measurement:
         return self
@@ -226,34 +302,15 @@ def _refuse_between(replica: Replica, call: str) -> None:
         )
 
 
-def _while_alive(measurement: Measurement) -> Callable[[], None]:
+def _exchange_of(measurement: Measurement) -> Callable[[], None]:
     """Its exchange, without keeping it, and so a process group, alive: the records that it owns have this."""
-    reference = weakref.ref(measurement)
+    number, reference = measurement._number, weakref.WeakMethod(measurement.exchange)
 
     def exchange() -> None:
         if (alive := reference()) is not None:
-            _exchange_when_pass_ends(alive)
+            when_pass_ends(number, alive)
 
     return exchange
-
-
-def _exchange_when_pass_ends(measurement: Measurement) -> None:
-    """See Note [When records are exchanged]; at once outside of a backward, where the user ends each model's step."""
-    graph_task = torch_internals.current_graph_task_id()
-    if graph_task == -1:
-        measurement.exchange()
-        return
-    if _due.graph_task != graph_task:
-        _due.graph_task, _due.measurements = graph_task, []  # those of a pass that raised are dropped
-        torch_internals.queue_backward_callback(_exchange_due)
-    _due.measurements.append(weakref.ref(measurement))
-
-
-def _exchange_due() -> None:
-    due, _due.graph_task, _due.measurements = _due.measurements, -1, []
-    alive = [measurement for reference in due if (measurement := reference()) is not None]
-    for measurement in sorted(alive, key=lambda each: each._number):
-        measurement.exchange()
 
 
 def _among_ranks(exchange: Callable[..., Result], *args: Any) -> Result:

@@ -71,6 +71,7 @@ class ReplicateState:
         # `await_before_python`.
         self._is_generating = self._is_training = self._names_parameters = self._has_waited = False
         self._was_called = False  # with gradients
+        self._compiles_again = False
         # The second counter includes forwards that `prepare_for_backward_of` announces.
         self._num_forwards = self._num_with_gradients = 0
         # A DistributedDataParallel that has called the module but reduces none of its parameters.
@@ -98,7 +99,9 @@ class ReplicateState:
         self.sharded.attach(broadcast=config.init_sync)
         self.delayed = DelayedAllReduce(config.delayed, process_group)
         region_of = region_of_parameters(list(self.reduced), regions)
-        self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
+        self.builder = PlanBuilder(
+            gradients, config.caps_bytes, algorithm.traits.layout, region_of, config.max_bucket_bytes
+        )
         if saved.plan is not None:
             self.builder.use(saved.plan)
         self._compile_calls(module, compile_settings, in_backward, bool(regions))
@@ -116,11 +119,10 @@ class ReplicateState:
         register_receiver(self.backend.reducer, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
-        self.automatic_plan = (
-            AutomaticPlan(self, type(module).__name__, _while_alive(self.compile_again))
-            if config.plans_from_measurements and process_group.size() > 1
-            else None
-        )
+        self.automatic_plan: AutomaticPlan | None = None
+        if config.plans_from_measurements and process_group.size() > 1:
+            self.automatic_plan = AutomaticPlan(self, type(module).__name__, _while_alive(self.compile_again))
+            self.reducer.on_iteration_ended = _while_alive(self.automatic_plan.iteration_ends)
 
     def _select_parameters(self, module: nn.Module, not_reduced: Container[str]) -> None:
         self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
@@ -202,9 +204,8 @@ class ReplicateState:
         self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
 
     def compile_again(self) -> None:
-        """Forget the graphs, so that the next forward cuts them at the boundaries of the present plan."""
-        self.backend.reports.clear()
-        torch_internals.forget_compiled(self._call_eagerly)
+        """Let the next forward forget the graphs, and cut them at the boundaries of the present plan."""
+        self._compiles_again = True
 
     def region_begins(self) -> None:
         """Called before Python calls a region, perhaps outside a forward of the module."""
@@ -335,10 +336,11 @@ class ReplicateState:
             refuse_pairs(in_force(self, self.reducer.algorithm))  # optimizers may have been applied since
             self.optimizers.adopt()
         self._num_with_gradients += 1
+        if self._compiles_again:
+            self._compiles_again = False
+            self.backend.forget()
         if is_agreement_point(self._num_with_gradients):
             self._refuse_changes(module)
-        if self.automatic_plan is not None and self.requires_sync:
-            self.automatic_plan.before_forward()
         try:
             self.reducer.prepare_for_backward(self.requires_sync)
         except MissingGradientError:

@@ -56,16 +56,19 @@ from ddp_compile.plan.schedule import Load, predict
 EXACT_PIECES = 48
 #: With more pieces, the first boundaries are chosen from about so many places, evenly by bytes.
 COARSE_PIECES = 16
-#: Each time, places are so many times closer.
-_CLOSER = 4
-#: Boundaries are not moved by less than one of so many parts of the pieces.
+#: Each time, places are this many times closer. With more than 3, steps of -1, 0 and 1 would leave gaps between places.
+_CLOSER = 3
+#: The search ends when boundaries have been moved by at most the number of pieces divided by this.
 _FINEST = 1000
+#: With more places, which only a small limit for buckets asks for, the best known boundaries are not moved: it would
+#: take seconds, and has been seen to gain nothing.
+_MOST_PLACES = 4 * EXACT_PIECES
 #: What a launch of a refined plan costs at least, in seconds, so that of equal plans one of few buckets is chosen.
 _LEAST_LAUNCH_S = 1e-6
 
 #: Times that differ by less are taken to be equal, so that rounding does not multiply the labels.
 _EPSILON_S = 1e-12
-#: Up to so many labels, all are compared with all at once.
+#: Up to this many labels, one tensor operation compares every pair.
 _AT_ONCE = 400
 
 
@@ -213,9 +216,12 @@ def _refined(problem: _Problem, costs: Costs, ends: list[int], largest_bytes: in
     reach = 2 * last // COARSE_PIECES
     while True:
         chosen = _with_room(sorted(place for place in places if 0 < place <= last), problem.first)
+        if len(chosen) > _MOST_PLACES:
+            return ends
         opens = [problem.first[begin + 1] == begin for begin in [0, *chosen[:-1]]]
         part = _Problem.of(problem.loads(chosen), opens, largest_bytes)
-        known = [chosen.index(end) + 1 for end in ends]
+        number_of = {end: number for number, end in enumerate(chosen, start=1)}
+        known = [number_of[end] for end in ends]
         ends = [chosen[number - 1] for number in _with_gathers(part, costs, known)]
         if reach <= max(1, last // _FINEST):
             return ends

@@ -9,6 +9,7 @@ as the gradients of a region, is in one `Atom.run`. Frames and the eager tail ar
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, GradientSpec
 
 #: Dtype and device, those of all gradients of a bucket; and for a sparse gradient its index, since it is alone.
 Kind = tuple[str, str, int | None]
+
+#: With more changes of the kind, a bucket for each of them is too small to be part of a good plan.
+MOST_CHANGES = 48
 
 
 class Atom(NamedTuple):
@@ -82,6 +86,11 @@ def streams_of(atoms: Iterable[Atom]) -> list[list[Atom]]:
     return list(streams.values())
 
 
+def _num_padded_bytes(atoms: Iterable[Atom]) -> int:
+    """What atoms take in a bucket of the padded layout."""
+    return sum(-(-atom.gradient.num_bytes // PADDED_ALIGNMENT_BYTES) for atom in atoms) * PADDED_ALIGNMENT_BYTES
+
+
 def in_launch_order(groups: Iterable[Group]) -> list[Group]:
     return sorted(groups, key=lambda group: group.atoms[-1].place)
 
@@ -92,6 +101,7 @@ class Capacities(Planner):
 
     Args:
         caps_bytes: One capacity for each bucket. The last one holds for all further buckets.
+        largest_bytes: No bucket of several gradients is larger: it closes before it would be.
 
     Raises:
         ValueError: There is no capacity, or one is not positive.
@@ -100,6 +110,7 @@ class Capacities(Planner):
     """
 
     caps_bytes: Sequence[int]
+    largest_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.caps_bytes or any(cap <= 0 for cap in self.caps_bytes):
@@ -117,13 +128,12 @@ class Capacities(Planner):
         """
         if stream[0].gradient.is_sparse:
             return [Group(stream, self.caps_bytes[-1])]
-        filling = _Filling(self.caps_bytes)
+        filling = _Filling(self.caps_bytes, self.largest_bytes)
         for run, members in itertools.groupby(stream, key=lambda atom: atom.run):
             coming = list(members)
-            num_bytes = sum(atom.gradient.num_bytes for atom in coming)
-            if run is not None and num_bytes >= filling.cap_bytes:
+            if run is not None and not filling.can_hold(coming):
                 filling.close()  # earlier gradients must not wait for the run
-            if run is not None and num_bytes < filling.cap_bytes:
+            if run is not None and filling.can_hold(coming):
                 filling.add(coming)
                 continue
             for atom in coming:
@@ -137,27 +147,38 @@ class Capacities(Planner):
 class _Filling:
     """Groups of one kind that are being filled."""
 
-    def __init__(self, caps_bytes: Sequence[int]) -> None:
+    def __init__(self, caps_bytes: Sequence[int], largest_bytes: int | None) -> None:
         self.closed: list[Group] = []
-        self._caps_bytes = caps_bytes
+        self._largest_bytes = math.inf if largest_bytes is None else largest_bytes
+        self._caps_bytes = [min(cap_bytes, largest_bytes or cap_bytes) for cap_bytes in caps_bytes]
         self._open: list[Atom] = []
         self._num_bytes = 0
+        self._num_padded_bytes = 0
 
     @property
     def cap_bytes(self) -> int:
         """Capacity of the open group, or of the next one if none is open."""
         return self._caps_bytes[min(len(self.closed), len(self._caps_bytes) - 1)]
 
+    def can_hold(self, atoms: Sequence[Atom]) -> bool:
+        """Whether all these atoms fit into one bucket of the present capacity."""
+        num_bytes = sum(atom.gradient.num_bytes for atom in atoms)
+        return num_bytes < self.cap_bytes and _num_padded_bytes(atoms) <= self._largest_bytes
+
     def add(self, atoms: Sequence[Atom]) -> None:
+        num_padded_bytes = _num_padded_bytes(atoms)
+        if self._num_padded_bytes + num_padded_bytes > self._largest_bytes:
+            self.close()
         self._open += atoms
         self._num_bytes += sum(atom.gradient.num_bytes for atom in atoms)
+        self._num_padded_bytes += num_padded_bytes
         if self._num_bytes >= self.cap_bytes:
             self.close()
 
     def close(self) -> None:
         if self._open:
             self.closed.append(Group(self._open, self.cap_bytes))
-            self._open, self._num_bytes = [], 0
+            self._open, self._num_bytes, self._num_padded_bytes = [], 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +186,8 @@ class LeastTime(Planner):
     """Ends the step as early as possible by its costs; see `ddp_compile.plan.optimum` for when that is exact.
 
     Gradients of several dtypes or devices are planned twice: each kind as if it were alone, and all together with a
-    boundary wherever the kind changes. The better one is taken, which need not be the best one of all.
+    boundary wherever the kind changes, unless it changes more than `MOST_CHANGES` times. The better one is taken, which
+    need not be the best one of all.
 
     Args:
         costs: Of the model's gradients, by index.
@@ -178,7 +200,8 @@ class LeastTime(Planner):
     def group(self, atoms: Sequence[Atom]) -> list[Group]:
         streams = streams_of(atoms)
         plans = [in_launch_order(group for stream in streams for group in self._cut(stream))]
-        if len(streams) == 1:
+        num_changes = sum(before.kind != atom.kind for before, atom in itertools.pairwise(atoms))
+        if len(streams) <= 1 or num_changes > MOST_CHANGES:
             return plans[0]
         return min([*plans, self._cut(atoms)], key=self._step_s)
 
@@ -194,9 +217,8 @@ class LeastTime(Planner):
         ]
 
     def _load(self, atom: Atom) -> Load:
-        index, num_bytes = atom.gradient.index, atom.gradient.num_bytes
-        padded = -(-num_bytes // PADDED_ALIGNMENT_BYTES) * PADDED_ALIGNMENT_BYTES
-        return Load(padded, self.costs.ready_s[index], self.costs.needed_s[index] if self.costs.needed_s else 0.0)
+        index, needed_s = atom.gradient.index, self.costs.needed_s
+        return Load(_num_padded_bytes([atom]), self.costs.ready_s[index], needed_s[index] if needed_s else 0.0)
 
     def _step_s(self, groups: Sequence[Group]) -> float:
         loads = [merged([Piece(self._load(atom)) for atom in group.atoms], [len(group.atoms)])[0] for group in groups]

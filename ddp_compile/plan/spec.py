@@ -124,7 +124,7 @@ class BucketPlan:
 
     Args:
         buckets: The buckets in launch order.
-        generation: Counts the plans that a module has trained with. A new plan is only installed between steps.
+        generation: Counts the plans that a module has trained with. A new one comes at the end of a backward.
 
     Raises:
         ValueError: A parameter is in two buckets, or the buckets are not numbered by their positions.

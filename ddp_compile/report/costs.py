@@ -17,7 +17,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from ddp_compile.errors import shorten_names
 from ddp_compile.plan.costs import Collective, Computation, fit_collective
+from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
 from ddp_compile.report.over_ranks import covered, waits_of
 from ddp_compile.report.steps import BucketInfo, Kind, RankStep, StepReport
 
@@ -49,6 +51,7 @@ def computation_of(report: StepReport, names: Sequence[str], sizes: Sequence[int
             " measure some whole steps"
         )
     size_of = dict(zip(names, sizes, strict=True))
+    _refuse_other_sizes(report, size_of)
     ready_of_name: dict[str, float] = {}
     before_s = 0.0
     for bucket in sorted(report.buckets, key=lambda bucket: median(ready_of[bucket.index])):
@@ -111,6 +114,19 @@ def all_reduce_of(report: StepReport, world_size: int) -> Collective:
         return reduce
     gather = collective_of(report, world_size, "gather")
     return Collective(latency_s=reduce.latency_s + gather.latency_s, s_per_byte=reduce.s_per_byte + gather.s_per_byte)
+
+
+def _refuse_other_sizes(report: StepReport, size_of: dict[str, int]) -> None:
+    """Raise a ValueError if a bucket cannot hold just its gradients, so that their shapes or dtypes are others."""
+    for bucket in report.buckets:
+        least = sum(size_of[name] for name in bucket.names)
+        # Gaps between gradients; a sharded optimizer fills up the last rank's part of the bucket too.
+        most = least + (len(bucket.names) + len(report.steps[0].ranks)) * PADDED_ALIGNMENT_BYTES
+        if not least <= bucket.num_bytes <= most:
+            raise ValueError(
+                f"the profile's bucket {bucket.index} has {bucket.num_bytes} bytes, and this model's gradients of"
+                f" {shorten_names(bucket.names)} have {least}: shapes or dtypes differ. Measure this model"
+            )
 
 
 def _forward_s(rank: RankStep) -> float:

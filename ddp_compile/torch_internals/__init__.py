@@ -35,9 +35,11 @@ from ddp_compile.torch_internals.backward_compile import (
 from ddp_compile.torch_internals.compile_caches import right_cache_entries
 from ddp_compile.torch_internals.dynamo import (
     InnerBackend,
+    code_being_compiled,
     compile_isolated,
     compiled_autograd_is_on,
     copy_dynamo_metadata,
+    forget_code,
     forget_compiled,
     graphs_log,
     has_isolated_recompiles,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from ddp_compile.errors import this_rank
 
@@ -21,21 +22,22 @@ class BackwardsAlone:
 
     def __init__(self, num_parameters: int) -> None:
         self._num_parameters = num_parameters
-        self._arrived: set[int] = set()
+        self._arrived: dict[int, None] = {}  # in the order of their last gradients
         self._num_partial = 0
 
     def arrive(self, index: int) -> None:
-        self._arrived.add(index)
+        self._arrived.pop(index, None)
+        self._arrived[index] = None
 
     def forget(self) -> None:
         """The module is called: earlier gradients stay where they are."""
-        self._arrived = set()
+        self._arrived = {}
 
-    def backward_ends(self) -> bool:
-        """Whether it has brought all gradients."""
-        arrived, self._arrived = self._arrived, set()
+    def backward_ends(self) -> Collection[int]:
+        """If it has brought all gradients, their parameters in the order in which they came last; otherwise none."""
+        arrived, self._arrived = self._arrived, {}
         if len(arrived) == self._num_parameters:
-            return True
+            return arrived
         self._num_partial += 1
         if self._num_partial == _MOST_ALONE:
             log.warning(
@@ -47,4 +49,4 @@ class BackwardsAlone:
                 len(arrived),
                 self._num_parameters,
             )
-        return False
+        return ()

@@ -351,7 +351,7 @@ class Bucket:
                 self.store(position, torch.zeros_like(self.parameters[position]))
 
     def adopt_gradients(self) -> None:
-        """Between two backwards, move all gradients into the flat buffer, to free their old memory."""
+        """At the end of a backward, move all gradients into the flat buffer, to free their old memory."""
         if self.spec.is_sparse or not self.gradient_as_bucket_view or self._lazy_allocation:
             return
         views = self._buffer.gradient_views.tensors

@@ -78,7 +78,9 @@ class BucketSet:
         except RanksDifferError:
             raise
         except RuntimeError as error:
-            raise self._no_plan(error) from error
+            gradients = self._builder.propose().buckets[0].gradients
+            first = f"bucket 0 ({gradients[0].fqn}, ..., {gradients[-1].fqn})"
+            raise self._no_plan(error, f"before {first} could be launched") from error
         self._install(plan)
         log.info("%s: plan %s sealed, %s", this_rank(), plan.digest, number_of(len(plan.buckets), "bucket"))
         return plan
@@ -97,12 +99,13 @@ class BucketSet:
     def rebuild_once(self) -> None:
         """After the first iteration, repack the eager tail in the order in which its gradients came on rank 0.
 
-        Call it before a forward, so that the old buffers are freed before its activations are allocated.
+        Call it at the end of an iteration, where every rank is.
 
         Raises:
             ReductionError: Another rank did not come.
 
         Source: ``rebuild_buckets`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, for the tail of a compiled plan.
+        There it comes before the second forward.
         """
         order, self._arrival_order = self._arrival_order, None
         if order is None or not self._first_is_typical or self._builder.given is not None:
@@ -113,8 +116,12 @@ class BucketSet:
         # Inside ``Join``, a rank that had no input in the first iteration knows no order.
         self.replace_plan(self.plan_of_rank_0(self._builder.reorder_tail(tuple(order)) if order else self.plan))
 
+    def rebuild_never(self) -> None:
+        """Keep the plan of the first iteration, since the ranks never come to the end of one together."""
+        self._arrival_order = None
+
     def plan_of_rank_0(self, proposed: BucketPlan) -> BucketPlan:
-        """What rank 0 proposes; called between two iterations, on every rank.
+        """What rank 0 proposes; called at the end of an iteration, on every rank.
 
         Raises:
             ReductionError: Another rank did not come.
@@ -122,7 +129,7 @@ class BucketSet:
         try:
             return plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
         except RuntimeError as error:
-            raise self._no_plan(error) from error
+            raise self._no_plan(error, "after all buckets had been reduced") from error
 
     def replace_plan(self, plan: BucketPlan) -> None:
         """Reduce by this plan from now on. Gradients stay. The eager tail is not packed again after this."""
@@ -152,11 +159,10 @@ class BucketSet:
                 bucket.lay_out_as(spec)
                 bucket.take_name(self.plan.digest)
 
-    def _no_plan(self, error: RuntimeError) -> ReductionError:
-        gradients = self._builder.propose().buckets[0].gradients
+    def _no_plan(self, error: RuntimeError, when: str) -> ReductionError:
         failure = ReductionError(
-            f"{this_rank()}: the ranks could not agree on the bucket plan, before bucket 0 ({gradients[0].fqn}, ...,"
-            f" {gradients[-1].fqn}) could be launched. {error_messages.look_elsewhere('its backward', error)}"
+            f"{this_rank()}: the ranks could not agree on the bucket plan, {when}."
+            f" {error_messages.look_elsewhere('its backward', error)}"
         )
         return self._monitor.report_failure(failure)
 
@@ -169,8 +175,8 @@ class BucketSet:
         raise RanksDifferError(
             f"{this_rank()}: the bucket plan that rank 0 has sent is not that of {self._monitor.model}: it has"
             f" {theirs.get(index, 'nothing there')}, and the model has {ours.get(index, 'nothing there')}. Rank 0 has"
-            " come to another model's forward or backward: call the models in one order on every rank, or give each"
-            " model a process group of its own"
+            " come to the end of another model's backward: call and finalize the backwards in one order on every rank,"
+            " or give each model a process group of its own"
         )
 
     def _install(self, plan: BucketPlan) -> None:

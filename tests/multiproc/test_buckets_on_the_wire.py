@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_compile import ddp_compile
+from ddp_compile.torch_internals import queue_backward_callback
 
 
 def large_mlp() -> nn.Module:
@@ -173,9 +174,17 @@ def train(order: tuple[int, ...] | None, set_to_none: bool = True, **both: bool)
 @on_ranks(2)
 def test_the_tail_follows_the_gradients_once(set_to_none: bool, as_view: bool, each_split: str) -> None:
     generations, layers = train((2, 0, 3, 1), set_to_none, gradient_as_bucket_view=as_view)
-    assert generations == [0, 1, 1, 1]
+    assert generations == [1, 1, 1, 1]
     # The backward reaches the eager layers first, beginning with the one used last.
     assert layers == ["eager.1", "eager.3", "eager.0", "eager.2", "compiled"]
+
+
+@on_ranks(2)
+def test_so_it_does_if_the_first_backward_comes_without_a_call() -> None:
+    model, _ = make()
+    loss_of(model.forward(torch.randn(5, WIDTH))).backward()
+    assert model.bucket_plan.generation == 1
+    assert layers_of(model) == ["eager.1", "eager.3", "eager.0", "eager.2", "compiled"]
 
 
 @pytest.mark.parametrize("world_size", only([3], [2, 3]))
@@ -188,7 +197,7 @@ def test_ranks_whose_gradients_come_in_other_orders_follow_rank_0(world_size: in
 def test_unused_parameters_keep_the_plan_unless_the_graph_is_static(each_split: str) -> None:
     assert train((2, 0, 3, 1), find_unused_parameters=True)[0] == [0, 0, 0, 0]
     generations, layers = train((2, 0, 3), static_graph=True)
-    assert generations == [0, 1, 1, 1]
+    assert generations == [1, 1, 1, 1]
     assert layers == ["eager.3", "eager.0", "eager.2", "compiled", "eager.1"]
 
 
@@ -201,18 +210,30 @@ def test_gradients_move_to_the_new_buffers_and_free_the_old_ones(each_split: str
     model, _ = make(cap_mib=2 * ONE_LAYER_MIB)  # other layers share a bucket then
     reducer = model._ddp_compile_state.reducer
     x = torch.randn(5, WIDTH)
-    loss_of(model(x)).backward()
-    before = [parameter.grad.clone() for parameter in model.parameters()]
-    old_tail = [weakref.ref(bucket.flat.untyped_storage()) for bucket in reducer.buckets if bucket.spec.frame is None]
-    output = model(x)
+    loss = loss_of(model(x))
+    old_tail: list[weakref.ref[Any]] = []
+
+    def note() -> None:
+        tail = (bucket for bucket in reducer.buckets if bucket.spec.frame is None)
+        old_tail.extend(weakref.ref(bucket.flat.untyped_storage()) for bucket in tail)
+
+    loss.register_hook(lambda _: queue_backward_callback(note))  # before the reducer's
+    loss.backward()
+    plain = Shuffled()
+    plain.load_state_dict(model.state_dict())
+    loss_of(plain(x)).backward()
+    before = [parameter.grad for parameter in plain.parameters()]
+    for gradient in before:
+        dist.all_reduce(gradient.div_(2))
+    assert old_tail
     assert [len(bucket.gradients) for bucket in model.bucket_plan.buckets] == [4, 4, 2]
-    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(relative_difference(p.grad, old) < 1e-6 for p, old in zip(model.parameters(), before, strict=True))
     deadline = time.monotonic() + 20  # gloo's thread releases a tensor some time after `wait` has returned
     while (alive := any(storage() is not None for storage in old_tail)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not alive
     assert all(any(_shares(p.grad, bucket.flat) for bucket in reducer.buckets) for p in model.parameters())
-    loss_of(output).backward()
+    loss_of(model(x)).backward()
     assert all(relative_difference(p.grad, 2 * old) < 1e-6 for p, old in zip(model.parameters(), before, strict=True))
 
 

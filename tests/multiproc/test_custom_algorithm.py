@@ -19,8 +19,9 @@ from rank_pool import on_ranks
 from torch import Tensor, nn
 
 from custom_algorithm import TopK
-from ddp_compile import ddp_compile
+from ddp_compile import BucketPlan, ddp_compile
 from ddp_compile.algorithms import AlgorithmConfig, GradientAllReduce
+from ddp_compile.torch_internals import queue_backward_callback
 
 Named = dict[str, Tensor]
 SCRIPT = Path(__file__).parents[2] / "examples" / "custom_algorithm.py"
@@ -76,11 +77,17 @@ class Checkpoint(NamedTuple):
     algorithm: Mapping[str, Any]
 
 
-def backward(module: nn.Module, rank: int, step: int) -> Named:
-    """Gradients of a rank's batch; parameters are in the order of registration."""
+def backward(module: nn.Module, rank: int, step: int, at_the_end: Callable[[], None] = lambda: None) -> Named:
+    """Gradients of a rank's batch; parameters are in the order of registration.
+
+    Args:
+        at_the_end: Called when the backward has computed all gradients, before the reducer hands them over.
+    """
     torch.manual_seed(10 * step + rank)
     module.zero_grad()
-    loss_of(module(torch.randn(6, WIDTH))).backward()
+    loss = loss_of(module(torch.randn(6, WIDTH)))
+    loss.register_hook(lambda _: queue_backward_callback(at_the_end))
+    loss.backward()
     return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
 
 
@@ -104,10 +111,11 @@ def train(
         model.comm_algorithm.load_state_dict(begin.algorithm)
     first = 0 if begin is None else begin.num_steps
     steps = []
+    plans: list[BucketPlan] = []
     for step in range(first, first + num_steps):
-        gradients = backward(model, torch.distributed.get_rank(), step)
+        gradients = backward(model, torch.distributed.get_rank(), step, lambda: plans.append(model.bucket_plan))
         descend(model, gradients)
-        buckets = [[gradient.fqn for gradient in bucket.gradients] for bucket in model.bucket_plan.buckets]
+        buckets = [[gradient.fqn for gradient in bucket.gradients] for bucket in plans[-1].buckets]
         residuals = model.comm_algorithm.state_dict().get("residuals", [])
         steps.append(Step(buckets, gradients, dict(zip(gradients, residuals, strict=False))))
     module = {name: value.clone() for name, value in model.state_dict().items()}

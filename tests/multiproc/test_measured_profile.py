@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from rank_pool import Ranks
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.__main__ import main
+from ddp_compile.commands import plan as plan_command
+from ddp_compile.plan.costs import Collective
 
 WIDTH = 257
+ALL_REDUCE, SHARDED = "gradient all-reduce", "sharded optimizer"
 
 
 def net() -> Any:
@@ -52,4 +56,21 @@ def test_a_measured_report_is_a_profile(
     assert ("its optimizer's time is not known and left out" in out) != is_sharded
     times = {name.strip(): float(ms) for name, ms in re.findall(r"^(\S.*?)  +(\d+\.\d\d) ", out, re.MULTILINE)}
     assert times["optimal boundaries"] <= times["default buckets"]
-    assert plan.exists()
+    assert f"{plan} has the plan of: " in out and plan.exists() and "ring" in out
+
+    # Without --bandwidth an all-reduce is known, but not a message between two ranks.
+    without = main_on(path)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(plan_command, "all_reduce_of", lambda *_: Collective(latency_s=1e-5, s_per_byte=1e-9))
+        assert without() == 0
+    out, err = capsys.readouterr()
+    assert not err and "1000.0 us/MB for an all-reduce" in out and "LocalSGD" in out and "ring" not in out
+
+    path.write_text(path.read_text().replace(f'"{SHARDED if is_sharded else ALL_REDUCE}"', '"ByteGrad"'))
+    assert without() == 2
+    _, err = capsys.readouterr()
+    assert "the profile is of the algorithm 'ByteGrad', whose transfers do not tell what an all-reduce takes" in err
+
+
+def main_on(profile: Path) -> Callable[[], int]:
+    return lambda: main(["plan", f"{__name__}:net", "--profile", str(profile), "--world-size", "2"])

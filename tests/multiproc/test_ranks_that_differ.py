@@ -145,24 +145,39 @@ def test_backwards_of_two_models_in_another_order(
 
 
 @torch.compiler.set_stance("force_eager")
-def forwards_in_another_order() -> str:
-    """On rank 1 in the second step, before which models that run eagerly pack their buckets again."""
+def finalize_in_another_order() -> str:
+    """On rank 1, in the first iteration, at whose end models that run eagerly pack their buckets again."""
     models = [ddp_compile(module, backend="eager") for module in (nn.Linear(4, 4), nn.Linear(3, 4))]
-    inputs = [torch.ones(1, 4), torch.ones(1, 3)]
+    for model, x in zip(models, (torch.ones(1, 4), torch.ones(1, 3)), strict=True):
+        model.require_manual_backward_finalization = True
+        model(x).sum().backward()
     try:
-        for step in range(2):
-            in_order = [*zip(models, inputs, strict=True)]
-            losses = [model(x).sum() for model, x in (reversed(in_order) if step * dist.get_rank() else in_order)]
-            for loss in losses:
-                loss.backward()
+        for model in reversed(models) if dist.get_rank() else models:
+            model.finalize_backward()
     except RanksDifferError as error:
         return str(error)
     return "nothing"
 
 
 def test_another_models_bucket_plan_is_refused_by_name(ranks: Ranks) -> None:
-    _, said = ranks(2).run_expecting_failures(forwards_in_another_order, timeout_s=2.0)
+    _, said = ranks(2).run_expecting_failures(finalize_in_another_order, timeout_s=2.0)
     assert said.startswith("rank 1: the bucket plan that rank 0 has sent is not that of model 2 (Linear): it has Gr")
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_forwards_of_two_models_may_come_in_another_order() -> None:
+    """In the second step too, after models that run eagerly have packed their buckets again."""
+    models = [ddp_compile(module, backend="eager") for module in (nn.Linear(4, 4), nn.Linear(3, 4))]
+    inputs = [torch.ones(1, 4) + dist.get_rank(), torch.ones(1, 3) + dist.get_rank()]
+    for step in range(3):
+        in_order = [*zip(models, inputs, strict=True)]
+        losses = {model: model(x).sum() for model, x in (reversed(in_order) if step * dist.get_rank() else in_order)}
+        for model in models:
+            losses[model].backward()
+            assert model.bucket_plan.generation == 1
+            assert torch.equal(model.weight.grad, torch.full_like(model.weight, 1.5))
+            model.zero_grad()
 
 
 @on_ranks(2)

@@ -30,11 +30,7 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
         ({"bucket_cap_mb": []}, ValueError, "bucket_cap_mb=[] has no capacity"),
         ({"bucket_cap_mb": [1, 0]}, ValueError, "bucket_cap_mb[1]=0 must be"),
         ({"first_bucket_cap_mb": 0}, ValueError, "first_bucket_cap_mb=0 must be"),
-        (
-            {"bucket_cap_mb": "auto", "max_bucket_cap_mb": 0},
-            ValueError,
-            "max_bucket_cap_mb=0 must be",
-        ),
+        ({"bucket_cap_mb": "auto", "max_bucket_cap_mb": 0}, ValueError, "max_bucket_cap_mb=0 must be"),
         ({"max_bucket_cap_mb": 50}, ValueError, "drop it, or pass bucket_cap_mb='auto'"),
         ({"bucket_cap_mb": [1], "first_bucket_cap_mb": -1}, ValueError, "first_bucket_cap_mb=-1 must be"),
         ({"gradient_as_bucket_view": "no"}, ValueError, "gradient_as_bucket_view='no' is neither True nor False"),

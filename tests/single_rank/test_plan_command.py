@@ -73,7 +73,7 @@ def test_the_optimal_plan_is_predicted_to_be_best_and_can_be_trained_with(
     ("function", "words", "said"),
     [
         ("net", ("--world-size", "8"), "the speed of the link is not known; pass --bandwidth, for example 100gbit"),
-        ("net", (*SLOW, "--max-bucket-cap-mb", "0"), "max_bucket_cap_mb=0.0 must be a positive number of MiB"),
+        ("net", (*SLOW, "--max-bucket-cap-mb", "0"), "--max-bucket-cap-mb=0.0 must be a positive number of MiB"),
         ("net", ("--world-size", "1", "--bandwidth", "1gbit"), "world_size=1 must be at least 2"),
         ("net", (*SLOW, "--intra-node", "3"), "ranks_per_node=3 must be at least 1 and divide world_size=8"),
         ("net", (*SLOW, "--latency", "0us"), "latency='0us' must be a number above zero with the unit us, ms or s"),

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from plans import gradients, random_gradients
+from plans import gradient, gradients, random_gradients
 
 from ddp_compile.plan import optimum
 from ddp_compile.plan.costs import Collective, Costs, Link
 from ddp_compile.plan.optimum import Piece, merged, optimal_ends
 from ddp_compile.plan.packing import pack, plan_buckets, replan
-from ddp_compile.plan.planner import LeastTime
+from ddp_compile.plan.planner import MOST_CHANGES, LeastTime
 from ddp_compile.plan.schedule import Load, loads_of, predict
 from ddp_compile.plan.spec import BucketPlan, GradientSpec, renumbered
 
@@ -183,6 +183,17 @@ def test_the_planner_of_least_time_keeps_kinds_apart_and_beats_capacities() -> N
         step_s = predict(loads_of(plan, costs), costs).step_s
         for cap_bytes in (1, 4000, 20_000, 10**6):
             assert step_s <= predict(loads_of(plan_buckets(specs, cap_bytes), costs), costs).step_s
+
+
+def test_the_planner_of_least_time_takes_no_gradients_and_kinds_that_change_often() -> None:
+    half = Collective(latency_s=1e-5, s_per_byte=1e-8)
+    for number in (0, 1, 2 * MOST_CHANGES):
+        specs = [gradient(i, 100, ("float32", "bfloat16")[i % 2]) for i in range(number)]
+        ready_s = [1e-6 * i for i in range(number)]
+        costs = Costs(reduce=half, gather=half, ready_s=ready_s, needed_s=ready_s)
+        buckets = pack(specs, LeastTime(costs), "padded", None)
+        assert sorted(g.index for bucket in buckets for g in bucket.gradients) == list(range(number))
+        assert len(buckets) <= min(number, 10)
 
 
 def test_gradients_that_are_ready_at_once_may_share_a_bucket_or_not_whatever_their_region() -> None:

@@ -12,7 +12,7 @@ from ddp_compile.plan.costs import Collective
 from ddp_compile.report.costs import collective_of, computation_of
 from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer
 
-SIZES = {"c": 1000, "b": 3000, "a": 4000}  # in the order in which they are ready
+SIZES = {"c": 1000, "b": 3000, "a": 8000}  # in the order in which they are ready
 BUCKETS = [(("c", "b"), 4000, 0.010), (("a",), 8000, 0.040)]
 LATENCY_S, S_PER_BYTE = 1e-3, 1e-6
 LINK = Collective(latency_s=LATENCY_S, s_per_byte=S_PER_BYTE)
@@ -170,3 +170,12 @@ def test_more_bytes_that_take_no_longer_are_no_rate() -> None:
     infos = tuple(replace(info, num_bytes=12_000 - info.num_bytes) for info in report.buckets)
     with pytest.raises(ValueError, match=r"4000 bytes take 9\.000 ms and 8000 bytes take 5\.000 ms, which is no"):
         collective_of(replace(report, buckets=infos), 3)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2])
+def test_a_report_of_other_shapes_or_another_dtype_is_refused_with_both_sizes(factor: float) -> None:
+    sizes = [int(size * factor) for size in NUM_BYTES]
+    with pytest.raises(
+        ValueError, match=r"the profile's bucket 0 has \d+ bytes, and this model's gradients of .* have"
+    ):
+        computation_of(measured(), NAMES, sizes)
