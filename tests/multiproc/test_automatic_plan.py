@@ -420,64 +420,52 @@ def test_what_excludes_it_is_refused_by_name() -> None:
 
 
 @on_ranks(2)
-def test_a_link_is_measured_alike_on_every_rank_and_once_for_a_group() -> None:
-    group = dist.new_group()
-    began = time.perf_counter()
-    link = measure_link(group, torch.device("cpu"))
-    assert time.perf_counter() - began < 10  # about 1 s on a machine that does nothing else
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, link)
-    assert everyone[0] == everyone[1] and link.latency_s > 0 and link.s_per_byte > 0
-    if dist.get_rank() == 0:  # alone, so nothing is sent
-        assert measure_link(group, torch.device("cpu")) is link
-    dist.barrier()
-
-
-@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_one_bucket_determines_no_line_so_the_link_is_measured_apart() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        found: list[Collective] = []
+        sweeps = set_times(monkeypatch, {1: 1e-3, 100: 2e-3})
+        asked: list[float] = []
 
         def measure(group: dist.ProcessGroup, device: torch.device, again_after_s: float) -> Collective:
-            assert again_after_s > 100
-            found.append(measure_link(group, device))
-            return SLOW
+            asked.append(again_after_s)
+            return measure_link(group, device, again_after_s)
 
         monkeypatch.setattr(automatic_plan, "measure_link", measure)
         model = make_model()
         train(model, steps=16)
-    assert len(found) == 1
+    assert len(sweeps) == len(asked) == 1 and asked[0] > 100
 
 
 @on_ranks(2)
 def test_a_link_is_measured_again_when_one_rank_says_that_it_is_time() -> None:
     group, cpu = dist.new_group(), torch.device("cpu")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(link_sweep, "_SIZES", (1 << 12, 1 << 22))
+        sweeps = set_times(monkeypatch, {1: 1e-3, 100: 2e-3})
         first = measure_link(group, cpu)
         assert measure_link(group, cpu, again_after_s=1000.0) is first
         now, later_s = time.monotonic, 2000.0 * dist.get_rank()
         monkeypatch.setattr(time, "monotonic", lambda: now() + later_s)
         again = measure_link(group, cpu, again_after_s=1000.0)
-    assert again is not first and measure_link(group, cpu) is again
+        assert again is not first and measure_link(group, cpu) is again
+    assert len(sweeps) == 2
 
 
 @on_ranks(2)
 def test_a_link_without_a_rate_is_not_measured_again_at_once() -> None:
     group, cpu = dist.new_group(), torch.device("cpu")
-    measured: list[int] = []
-
-    def sweep(*_: object) -> dict[int, float]:
-        measured.append(1)
-        return {1: 2e-3, 100: 1e-3}
-
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(link_sweep, "_sweep", sweep)
+        sweeps = set_times(monkeypatch, {1: 2e-3, 100: 1e-3})
         for again_after_s in (math.inf, 1000.0, 0.0):
             with pytest.raises(ValueError, match=r"100 bytes take 1\.000 ms, which is no rate"):
                 measure_link(group, cpu, again_after_s)
-    assert len(measured) == 2
+    assert len(sweeps) == 2
+
+
+def set_times(monkeypatch: pytest.MonkeyPatch, times_s: dict[int, float]) -> list[None]:
+    """Every sweep finds these seconds by bytes. Returns a list with an entry for each sweep."""
+    sweeps: list[None] = []
+    monkeypatch.setattr(link_sweep, "_sweep", lambda *_: (sweeps.append(None), times_s)[1])
+    return sweeps
 
 
 @on_ranks(2)
