@@ -6,9 +6,10 @@ while measuring makes no transfer look slow (Note [Late ranks] of `ddp_compile.r
 are medians over ranks and steps, so one slow rank, or a slow step, does not move them.
 
 A report knows when a whole bucket was ready. Its gradients are taken to have come evenly by bytes since the bucket
-before it. When the forward reads a parameter is not measured: it is taken to read them in the opposite order, evenly by
-the time of their gradients. The optimizer's time is in a report only if it is sharded: from the launch of one bucket's
-gather to the next.
+before it. With a sharded optimizer it also knows when the forward began to wait for a bucket's parameters. It is taken
+to read them in the opposite order of their gradients, evenly by bytes until it waits for the next bucket. Without
+gathers, the forward is taken to mirror the backward. The optimizer's time is in a report only if it is sharded and has
+several buckets: from the launch of one bucket's gather to the next.
 """
 
 from __future__ import annotations
@@ -59,11 +60,14 @@ def computation_of(report: StepReport, names: Sequence[str], sizes: Sequence[int
         ready_of_name |= _spread(bucket, size_of, before_s, ready_s)
         before_s = ready_s
     forward_s = max(0.0, median(_forward_s(rank) for rank in ranks))
+    needed_of_name = _measured_needs(report.buckets, ranks, size_of, forward_s) or {
+        name: forward_s * (1 - ready_s / before_s) if before_s else 0.0 for name, ready_s in ready_of_name.items()
+    }
     launches = [t.launch_returned - t.launched for rank in ranks for t in rank.transfers]
     steps_s = [time for rank in ranks for time in _step_s_per_byte(rank)]
     return Computation(
         ready_s=[ready_of_name[name] for name in names],
-        needed_s=[forward_s * (1 - ready_of_name[name] / before_s) if before_s else 0.0 for name in names],
+        needed_s=[needed_of_name[name] for name in names],
         forward_s=forward_s,
         launch_s=max(0.0, median(launches)),
         step_s_per_byte=max(0.0, median(steps_s)) * len(report.steps[0].ranks) if steps_s else 0.0,
@@ -137,6 +141,34 @@ def _forward_s(rank: RankStep) -> float:
         for begin, end in waits_of(transfer for transfer in rank.transfers if transfer.kind == "gather")
     )
     return rank.backward_began - rank.began - waits
+
+
+def _measured_needs(
+    buckets: Sequence[BucketInfo], ranks: Sequence[RankStep], size_of: dict[str, int], forward_s: float
+) -> dict[str, float] | None:
+    """When the forward reads each parameter, since it began; None if it did not wait for all buckets."""
+    read_of = {bucket.index: _times(_read_s(rank, bucket.index) for rank in ranks) for bucket in buckets}
+    if not all(read_of.values()):
+        return None
+    needed_of_name: dict[str, float] = {}
+    after_s = forward_s
+    for bucket in sorted(buckets, key=lambda bucket: median(read_of[bucket.index]), reverse=True):
+        read_s = min(after_s, median(read_of[bucket.index]))
+        passed_of_name = _spread(bucket, size_of, 0.0, after_s - read_s)
+        needed_of_name |= {name: max(read_s, after_s - passed_s) for name, passed_s in passed_of_name.items()}
+        after_s = read_s
+    return needed_of_name
+
+
+def _read_s(rank: RankStep, bucket: int) -> float | None:
+    """When the forward first waited for a bucket's parameters, since it began, without the waits before that."""
+    gathers = [transfer for transfer in rank.transfers if transfer.kind == "gather"]
+    waits_from = [t.waited_from for t in gathers if t.bucket == bucket and t.waited_from is not None]
+    if not waits_from:
+        return None
+    read = waits_from[0]
+    waits_s = covered((max(begin, rank.began), min(end, read)) for begin, end in waits_of(gathers))
+    return max(0.0, read - rank.began - waits_s)
 
 
 def _ready_s(rank: RankStep, bucket: int) -> float | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from ddp_compile.plan.costs import Collective
+from ddp_compile.plan.costs import Collective, Computation
 from ddp_compile.report.costs import collective_of, computation_of
 from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer
 
@@ -111,32 +112,57 @@ def test_rounding_makes_no_time_negative(monkeypatch: pytest.MonkeyPatch) -> Non
         assert 0 <= computation.with_transfers(LINK, LINK).needed_s[0] < 1e-15
 
 
-def test_a_sharded_optimizer_waits_in_the_forward_and_steps_between_gathers() -> None:
-    def with_gathers(rank: RankStep) -> RankStep:
-        # Of the step before: 1 ms for 8000 bytes, and 2 ms for 4000; the forward waits 4 of the 9 ms of the last wait.
-        times = [(1, 8000, -0.010, None, None), (0, 4000, -0.008 + 5e-5, -0.005, 0.004)]
-        gathers = [
-            Transfer(
-                bucket=bucket,
-                kind="gather",
-                num_bytes=num_bytes,
-                ready=rank.began + launched,
-                launched=rank.began + launched,
-                launch_returned=rank.began + launched + 5e-5,
-                done=None,
-                waited_from=None if begin is None else rank.began + begin,
-                waited_until=None if end is None else rank.began + end,
-            )
-            for bucket, num_bytes, launched, begin, end in times
-        ]
-        return replace(rank, transfers=(*gathers, *rank.transfers))
+def with_gathers(rank: RankStep, times: Sequence[tuple[int, int, float, float | None, float | None]]) -> RankStep:
+    """Gathers of the step before: bucket, bytes, launch, and wait, in seconds since the forward began."""
+    gathers = [
+        Transfer(
+            bucket=bucket,
+            kind="gather",
+            num_bytes=num_bytes,
+            ready=rank.began + launched,
+            launched=rank.began + launched,
+            launch_returned=rank.began + launched + 5e-5,
+            done=None,
+            waited_from=None if begin is None else rank.began + begin,
+            waited_until=None if end is None else rank.began + end,
+        )
+        for bucket, num_bytes, launched, begin, end in times
+    ]
+    return replace(rank, transfers=(*gathers, *rank.transfers))
 
+
+def computation_with_gathers(*times: tuple[int, int, float, float | None, float | None]) -> Computation:
     report = measured()
-    steps = [replace(step, ranks=tuple(map(with_gathers, step.ranks))) for step in report.steps]
-    computation = computation_of(replace(report, steps=steps), NAMES, NUM_BYTES)
+    steps = [replace(step, ranks=tuple(with_gathers(rank, times) for rank in step.ranks)) for step in report.steps]
+    return computation_of(replace(report, steps=steps), NAMES, NUM_BYTES)
+
+
+def test_a_sharded_optimizer_waits_in_the_forward_and_steps_between_gathers() -> None:
+    # 1 ms for 8000 bytes, and 2 ms for 4000; the forward waits 4 of the 9 ms of the last wait.
+    computation = computation_with_gathers((1, 8000, -0.010, None, None), (0, 4000, -0.008 + 5e-5, -0.005, 0.004))
     assert computation.forward_s == pytest.approx(0.016)
     assert computation.step_s_per_byte == pytest.approx(3 * 0.002 / 4000)  # three ranks step a third each
-    assert computation_of(report, NAMES, NUM_BYTES).step_s_per_byte == 0.0
+    # It did not wait for both buckets, so the forward is taken to mirror the backward.
+    assert computation.needed_s == pytest.approx([0.0, 0.012, 0.016 * (1 - 1 / 16)])
+    assert computation_of(measured(), NAMES, NUM_BYTES).step_s_per_byte == 0.0
+
+
+def test_the_forward_reads_parameters_when_it_waits_for_them() -> None:
+    # It reads "a" after 1 ms and waits 3 ms; the other bucket is read 2 ms later, and what it waited for is there.
+    computation = computation_with_gathers((1, 8000, -0.010, 0.001, 0.004), (0, 4000, -0.008, 0.006, 0.006))
+    assert computation.forward_s == pytest.approx(0.017)
+    # Of the last 14 ms, three quarters of the bytes, "b", pass before "c" is read.
+    assert computation.needed_s == pytest.approx([0.001, 0.003, 0.003 + 0.014 * 3 / 4])
+
+
+def test_a_bucket_that_is_read_first_may_be_the_one_whose_gradients_come_first() -> None:
+    computation = computation_with_gathers((1, 8000, -0.010, 0.006, 0.006), (0, 4000, -0.008, 0.002, 0.002))
+    assert computation.needed_s == pytest.approx([0.006, 0.002, 0.002 + 0.004 * 3 / 4])
+
+
+def test_a_parameter_that_the_backward_waits_for_is_needed_at_the_end_of_the_forward() -> None:
+    computation = computation_with_gathers((1, 8000, -0.010, 0.0, 0.0), (0, 4000, -0.008, 0.030, 0.031))
+    assert computation.needed_s == pytest.approx([0.0, 0.020, 0.020])
 
 
 def test_a_report_comes_back_from_its_json_with_the_same_costs() -> None:
