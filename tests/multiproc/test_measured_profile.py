@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.__main__ import main
 from ddp_compile.commands import plan as plan_command
 from ddp_compile.plan.costs import Collective
+from ddp_compile.report.costs import computation_of
+from ddp_compile.report.steps import StepReport
 
 WIDTH = 257
 ALL_REDUCE, SHARDED = "gradient all-reduce", "sharded optimizer"
@@ -28,16 +31,18 @@ def net() -> Any:
     return Mlp(WIDTH, 4), torch.ones(8, WIDTH)
 
 
-def measured(is_sharded: bool) -> str:
+def measured(is_sharded: bool, split: str = "auto", loss_s: float = 0.0) -> str:
     module, _ = net()
-    model: Any = ddp_compile(module, bucket_cap_mb=[0.2, 0.6], backend="aot_eager")
+    model: Any = ddp_compile(module, bucket_cap_mb=[0.2, 0.6], backend="aot_eager", split=split)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     if is_sharded:
         shard_optimizer(optimizer, model)
     measurement = model.measure(steps=8)
     for step in range(10):
         torch.manual_seed(10 * step + dist.get_rank())
-        loss_of(model(torch.randn(8, WIDTH))).backward()
+        loss = loss_of(model(torch.randn(8, WIDTH)))
+        time.sleep(loss_s)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return measurement.report().to_json()
@@ -70,6 +75,18 @@ def test_a_measured_report_is_a_profile(
     assert without() == 2
     _, err = capsys.readouterr()
     assert "the profile is of the algorithm 'ByteGrad', whose transfers do not tell what an all-reduce takes" in err
+
+
+@pytest.mark.parametrize("split", only(["forward"], ["forward", "backward"]))
+def test_a_sharded_forward_reads_its_last_parameters_before_a_long_loss(ranks: Ranks, split: str) -> None:
+    loss_s = 0.2
+    report = StepReport.from_json(ranks(2).run(measured, True, split, loss_s)[0])
+    parameters = dict(net()[0].named_parameters())
+    computation = computation_of(report, list(parameters), [parameter.nbytes for parameter in parameters.values()])
+    assert computation.forward_s > loss_s
+    needed_of = dict(zip(parameters, computation.needed_s, strict=True))
+    for bucket in report.buckets:  # if the forward mirrored the backward, the first bucket would come after the loss
+        assert min(needed_of[name] for name in bucket.names) < loss_s / 2
 
 
 def main_on(profile: Path) -> Callable[[], int]:
