@@ -34,22 +34,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# cudagraph_unsafe: they start collectives, or wait for them, which a recorded graph cannot repeat.
 _LIBRARY = torch.library.Library("ddp_compile", "FRAGMENT")
-_LIBRARY.define(
+for _schema in (
     "bucket_ready(Tensor(a!)[] gradients, int reducer, int[] parameters, Tensor(b!)[] held) -> ()",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-# strides: those of all results, concatenated; the compiler chooses the strides of the gradients.
-_LIBRARY.define(
+    # strides: those of all results, concatenated; the compiler chooses the strides of the gradients.
     "move_bucket(Tensor[] gradients, int[] strides, int reducer, int[] parameters) -> Tensor[]",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-_LIBRARY.define("hold_back(Tensor[] moved, Tensor(a!)[] held) -> ()")
-_LIBRARY.define(
+    "hold_back(Tensor[] moved, Tensor(a!)[] held) -> ()",
     "await_parameters(Tensor(a!)[] parameters, int reducer, int[] param_indices, Tensor(b!)[] held) -> ()",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
+):
+    # A recorded CUDA graph cannot repeat collectives or waits. It also copies its inputs into memory of its own. So
+    # hold_back must stay outside too: inside, copies would take the place of the views that move_bucket returned.
+    _LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 
 class ReceivesBuckets(Protocol):

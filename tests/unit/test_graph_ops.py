@@ -79,7 +79,7 @@ def test_tracing_calls_nobody() -> None:
 def test_operators_are_registered_as_compilers_need_it(name: str, arguments: tuple, is_mutable: bool) -> None:
     operator = getattr(torch.ops.ddp_compile, name).default
     assert operator._schema.is_mutable or not is_mutable  # or inductor removes it
-    assert name not in ("bucket_ready", "move_bucket") or torch.Tag.cudagraph_unsafe in operator.tags
+    assert torch.Tag.cudagraph_unsafe in operator.tags
     torch.library.opcheck(operator, arguments, test_utils=OPCHECKS)
 
 
