@@ -86,11 +86,13 @@ def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Mo
         frames of the user's code, but never at torch's. Inside blocks these share code too. Submodules on which
         ``compile()`` was called are left out.
     """
+    left = {each for outer in module.modules() if torch_internals.is_left_to_python(outer) for each in outer.modules()}
     shared = _first_names(_repeated(module, "", nested=True))
     repeated, inside = set(shared.values()), {each for block in shared.values() for each in block.modules()}
     alone: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules():
-        if submodule is not module and submodule not in repeated and _is_block(submodule) and _is_of_torch(submodule):
+        is_other = submodule is not module and submodule not in repeated and submodule not in left
+        if is_other and _is_block(submodule) and _is_of_torch(submodule):
             (shared if submodule in inside else alone)[name] = submodule
     return _without_compiled(shared), _without_compiled(alone)
 
@@ -213,6 +215,8 @@ class _CompiledCalls:
         if state is None:
             return self.eager
         state.region_begins()
+        if torch_internals.leaves_calls_to_python():
+            return self.eager
         if not torch.is_grad_enabled():
             return self.eager if state.evaluates_eagerly else self.evaluation
         return self.training if region.training else self.evaluation
@@ -236,12 +240,17 @@ def _repeated(module: nn.Module, prefix: str, nested: bool) -> Iterator[tuple[st
     is_container = isinstance(module, _CONTAINERS)
     # A child counts once for each of its names.
     counts = Counter(type(child) for child in module._modules.values()) if is_container else Counter()
-    for name, child in module.named_children():
+    for name, child in _children(module):
         is_repeated = _is_block(child) and counts[type(child)] > 1
         if is_repeated:
             yield f"{prefix}{name}", child
         if nested or not is_repeated:
             yield from _repeated(child, f"{prefix}{name}.", nested)
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those in which Dynamo may compile anything."""
+    return ((name, child) for name, child in module.named_children() if not torch_internals.is_left_to_python(child))
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -258,7 +267,7 @@ def _without_compiled(found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _instances(module: nn.Module, prefix: str, classes: Sequence[type[nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
+    for name, child in _children(module):
         if isinstance(child, tuple(classes)):
             yield f"{prefix}{name}", child
         else:

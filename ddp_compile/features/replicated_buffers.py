@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
@@ -11,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, this_rank
-from ddp_compile.runtime.comm.collectives import broadcast_all
+from ddp_compile.errors import DDPCompileError, RanksDifferError, ReductionError, this_rank
+from ddp_compile.runtime.comm.collectives import broadcast_all, first_difference
+from ddp_compile.runtime.comm.iteration_message import IterationMessage
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
+from ddp_compile.validation.description import describe_buffers
 
 #: Called with its state and the buffers by name. It may return futures, which the end of the backward waits for.
 BufferHook = Callable[[Any, Mapping[str, Tensor]], "list[torch.futures.Future[Any]] | None"]
@@ -42,22 +46,30 @@ class ReplicatedBuffers:
         process_group: dist.ProcessGroup,
         monitor: DesyncMonitor,
     ) -> None:
-        # Modules and names instead of tensors, since a module may replace the tensor of a buffer.
-        self._places = {
-            fqn: (owner, name)
+        # Modules and names, with fully qualified names, instead of tensors, which a module may replace.
+        self._places = [
+            (owner, {name: fqn for name, fqn in names.items() if fqn not in ignored})
             for prefix, owner in module.named_modules()
-            for name in owner._buffers
-            if (fqn := f"{prefix}.{name}".lstrip(".")) not in ignored
-        }
+            if (names := {name: f"{prefix}.{name}".lstrip(".") for name, _ in owner._buffers.items()})
+        ]
         self._is_on = is_on
         self._process_group = process_group
         self._monitor = monitor
         self._hook: _Hook | None = None
+        present = self.tensors()
+        self._device = next((buffer.device for buffer in present.values()), torch.device("cpu"))
+        self._message = IterationMessage(process_group, self._device, is_on and bool(present), monitor.model_number)
+        self._sizes: list[tuple[torch.dtype, torch.Size]] = []
+        self._digest = b""  # of the sizes
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffers that exist now, by fully qualified name."""
-        present = {fqn: owner._buffers.get(name) for fqn, (owner, name) in self._places.items()}
-        return {fqn: buffer for fqn, buffer in present.items() if buffer is not None}
+        return {
+            fqns[name]: buffer
+            for owner, fqns in self._places
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and name in fqns
+        }
 
     def synchronized(self) -> list[Tensor]:
         """The buffers that are kept equal; none if that is off."""
@@ -80,6 +92,7 @@ class ReplicatedBuffers:
             source: The rank in the group whose buffers are broadcast.
 
         Raises:
+            RanksDifferError: On every rank, if the sizes of a buffer differ.
             ReductionError: Another rank did not come.
         """
         buffers = self.synchronized()
@@ -89,14 +102,44 @@ class ReplicatedBuffers:
         if self._hook is not None:
             return self._call(self._hook)
         try:
-            broadcast_all(buffers, self._process_group, source)
+            self.refuse_other_sizes()
+            with torch_internals.outside_transforms():  # which refuse writes to what they have not been given
+                broadcast_all(buffers, self._process_group, source)
+        except DDPCompileError:
+            raise
         except RuntimeError as error:
             failure = ReductionError(
-                f"{this_rank()}: the broadcast of {len(buffers)} buffers from rank {source} before the forward failed."
-                f" Another rank has raised, exited, or not called the model; look for its error. ({error})"
+                f"{this_rank()}: the broadcast of {len(buffers)} buffers from rank {source} before the forward failed:"
+                f" {error}. If that is no cause, another rank has raised, exited, or not called the model; look for its"
+                " error"
             )
             raise self._monitor.report_failure(failure) from error
         return []
+
+    def refuse_other_sizes(self) -> None:
+        """Raise a RanksDifferError on every rank if sizes of buffers to broadcast differ: gloo would end the process.
+
+        A module may replace a buffer by a larger one, for example a cache. No rank knows what the others have done.
+        """
+        if not self._is_on or not (buffers := self.tensors()):
+            return
+        sizes = [(buffer.dtype, buffer.shape) for buffer in buffers.values()]
+        if sizes != self._sizes:
+            description = json.dumps(describe_buffers(buffers)).encode()
+            self._sizes, self._digest = sizes, hashlib.sha256(description).digest()[:16]
+        # Each byte of the answer is the largest of all ranks, and 255 - b stands for the smallest b.
+        own = bytearray(self._digest + bytes(255 - each for each in self._digest))
+        self._message.send([own])
+        (combined,) = self._message.wait()
+        if self._message.has_met_another:
+            self._monitor.refuse_other_message()
+        if combined != own:
+            difference = first_difference(describe_buffers(buffers), self._process_group, self._device)
+            raise RanksDifferError(
+                f"{this_rank()}: buffers cannot be broadcast, since their sizes differ between the ranks: {difference}."
+                " Give the buffer one size on every rank, leave it out with parameters_to_ignore, or pass"
+                " broadcast_buffers=False"
+            )
 
     def after_forward(self) -> list[torch.futures.Future[Any]]:
         """Call a hook whose place is after the forward; returns futures like `before_forward`."""

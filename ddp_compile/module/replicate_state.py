@@ -70,7 +70,7 @@ class ReplicateState:
         # Whether ``generate`` or a forward with gradients is under way; see `naming_parameters` and
         # `await_before_python`.
         self._is_generating = self._is_training = self._names_parameters = self._has_waited = False
-        self._was_called = False  # with gradients
+        self._was_compiled = False  # with gradients
         self._compiles_again = False
         # The second counter includes forwards that `prepare_for_backward_of` announces.
         self._num_forwards = self._num_with_gradients = 0
@@ -225,17 +225,19 @@ class ReplicateState:
             raise
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch_internals.is_traced(self._all_parameters[0]):
+            return self._call_eagerly(module, *args, **kwargs)  # the ranks exchange nothing
         kind = self._kind_of_forward(module)
         self.monitor.forward_begins(kind)
         self._refuse_wrapper_around(module)
         if not torch.is_grad_enabled():
-            evaluate = self._call_eagerly if self.evaluates_eagerly else self._call_evaluation
+            is_eager = self.evaluates_eagerly or torch_internals.leaves_calls_to_python()
+            evaluate = self._call_eagerly if is_eager else self._call_evaluation
             self.await_parameters()
             with self.reducer.algorithm.using_parameters(trains=False):
                 outputs = evaluate(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
             return outputs
-        self._was_called = True
         self._refuse_distributed_autograd()
         self.reducer.refuse_capture("a forward of a replicated module with gradients")
         source = self.uneven_inputs.forward_begins(module, self.requires_sync)
@@ -300,6 +302,9 @@ class ReplicateState:
             if self.requires_sync:
                 self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
             self._is_training = True
+            if torch_internals.leaves_calls_to_python():
+                return self._call_eagerly(module, *args, **kwargs)
+            self._was_compiled = True
             if not module.training:
                 self.await_before_python()
                 return self._call_evaluation(module, *args, **kwargs)
@@ -378,6 +383,7 @@ class ReplicateState:
 
     def broadcast_model(self, source: int) -> None:
         """Give every rank the parameters of one rank in the group, and that rank's buffers if buffers are broadcast."""
+        self.buffers.refuse_other_sizes()
         broadcast_all([*self._all_parameters, *self.buffers.synchronized()], self.process_group, source)
 
     def shadow_buffers(self, source: int) -> None:
@@ -390,8 +396,8 @@ class ReplicateState:
         if not self._num_with_gradients:
             if not self.monitor.is_paused:  # inside ``Join``, without any input
                 warning = explanation.not_called()
-        elif not self._was_called:
-            return  # the caller of `prepare_for_backward_of` decides what is compiled
+        elif not self._was_compiled:
+            return  # nothing could be, or the caller of `prepare_for_backward_of` decides what is
         elif not self._num_graphs:
             warning = explanation.nothing_compiled(self.breaks)
         elif self.breaks and self._blocks_have_graphs:

@@ -45,8 +45,10 @@ from ddp_compile.torch_internals.dynamo import (
     has_isolated_recompiles,
     inner_backend,
     is_request_to_dynamo,
+    is_traced,
     is_whole_frame,
     known_modes,
+    leaves_calls_to_python,
     loses_gradients_of_collectives,
     partition_tracing_context,
     trace_artifact,
@@ -73,8 +75,11 @@ from ddp_compile.torch_internals.graph_breaks import GraphBreaks, in_python, lea
 from ddp_compile.torch_internals.module_calls import (
     active_ddp,
     compiled_call_of,
+    has_swapped_parameters,
     inside_optimizer_step,
+    is_left_to_python,
     is_module_call,
+    outside_transforms,
     set_compiled_call,
 )
 from ddp_compile.torch_internals.operator_times import OperatorTimes
@@ -110,6 +115,7 @@ from ddp_compile.torch_internals.tensors import (
     key_of_storage,
     local_tensor,
     local_tensors,
+    may_hide_tensors,
     num_bytes_hint,
     num_references,
     num_storage_uses,

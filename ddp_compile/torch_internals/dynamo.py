@@ -15,6 +15,9 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._subclasses import fake_tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ddp_compile.torch_internals.graph_breaks import tell_when_broken
 
@@ -115,6 +118,31 @@ def traced_call_of(
     # Dynamo stores compiled code on the code object, which all models would share.
     call_module.__code__ = call_module.__code__.replace()
     return call_module
+
+
+def leaves_calls_to_python() -> bool:
+    """Whether compiled code must not be called now, since Dynamo would leave it to Python, some of it forever.
+
+    That is the case inside a dispatch mode such as FlopCounterMode, a transform of ``torch.func``, forward-mode AD and
+    ``set_stance("force_eager")``.
+    """
+    import torch._dynamo.eval_frame as eval_frame
+
+    return (
+        eval_frame._stance.stance == "force_eager"
+        or forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(not mode.is_infra_mode() and not getattr(mode, "ignore_compile_internals", bool)() for mode in _modes())
+    )
+
+
+def is_traced(parameter: torch.Tensor) -> bool:
+    """Whether a module with this real parameter is traced, by ``torch.export`` for example, or run on fake tensors."""
+    return any(mode.is_infra_mode() for mode in _modes()) and not fake_tensor.is_fake(parameter)
+
+
+def _modes() -> list[Any]:
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
 
 
 def is_whole_frame(gm: fx.GraphModule, function: Callable[..., Any]) -> bool:

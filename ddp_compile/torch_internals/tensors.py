@@ -192,9 +192,21 @@ def sparse_values(tensor: Tensor) -> Tensor:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in a pytree, in fields of dataclasses too."""
+    return (leaf for leaf in _leaves_in(value) if isinstance(leaf, Tensor))
+
+
+def may_hide_tensors(value: Any) -> bool:
+    """Whether `tensors_in` may miss some: the pytree holds an object whose class it does not know."""
+    return not all(isinstance(leaf, _WITHOUT_HIDDEN_TENSORS) for leaf in _leaves_in(value))
+
+
+_WITHOUT_HIDDEN_TENSORS = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def _leaves_in(value: Any) -> Iterator[Any]:
     for leaf in pytree.tree_iter(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | Tensor):
             for field in dataclasses.fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name, None))
+                yield from _leaves_in(getattr(leaf, field.name, None))
+        else:
+            yield leaf

@@ -58,10 +58,16 @@ def describe_module(
             what = f"{_dtype_name(parameter)}{list(parameter.shape)}{strides} {on}{sparse}{frozen}"
             lines.append(f"parameter {name}: {what}")
     if config.broadcast_buffers or config.init_sync:
-        for name, buffer in module.named_buffers():
-            if name not in ignored:
-                lines.append(f"buffer {name}: {_dtype_name(buffer)}{list(buffer.shape)}{_part_here(buffer)}")
+        lines += describe_buffers({name: buffer for name, buffer in module.named_buffers() if name not in ignored})
     return lines
+
+
+def describe_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
+    """Lines that must be the same on every rank before buffers, by name, are broadcast."""
+    return [
+        f"buffer {name}: {_dtype_name(buffer)}{list(buffer.shape)}{_part_here(buffer)}"
+        for name, buffer in buffers.items()
+    ]
 
 
 def _part_here(tensor: Tensor) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Container
 import torch
 from torch import nn
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.validation.wrappers import reduces_by_itself, reducing_wrappers_inside
@@ -69,9 +70,10 @@ class ReplicatedParameters:
         """Refuse parameters other than those that were replicated.
 
         A frozen or moved or renamed parameter is no change: a generator's step freezes the discriminator, and
-        unfreezes it afterwards. If gradients are missing for that reason, `MissingGradientError` says so.
+        unfreezes it afterwards. If gradients are missing for that reason, `MissingGradientError` says so. Nor are
+        tensors that stand in for parameters during one call: what derives them from parameters passes gradients on.
         """
-        if self._is_as_it_was(module):
+        if self._is_as_it_was(module) or torch_internals.has_swapped_parameters(module):
             return
         wrappers = [wrapper for wrapper in reducing_wrappers_inside(module) if wrapper not in self._wrappers]
         changes = [*wrappers, *self._changes(module)]

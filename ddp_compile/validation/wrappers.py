@@ -43,14 +43,18 @@ _REDUCING = _SHARDING | {"DistributedDataParallel", "DataParallel", "DeepSpeedEn
 
 
 def refuse_wrappers_inside(module: nn.Module) -> None:
-    """Raise a ReplicationError for a module that is or holds a wrapper, other than a submodule of ``fully_shard``."""
+    """Raise a ReplicationError for a module that is or holds a wrapper.
+
+    Allowed are submodules of ``fully_shard``, of TorchScript and of ``torch.compiler.disable``.
+    """
     for name, submodule in module.named_modules():
         kind = _kind_of(type(submodule))
-        if kind is not None and not (name and kind == "FSDPModule"):
-            where = f"submodule {name}" if name else "the module"
-            raise ReplicationError(
-                f"{this_rank()}: {where} is {with_article(kind)}{_shards_what(submodule, name)}; {_INSTEAD[kind]}"
-            )
+        if kind is None or (name and (kind == "FSDPModule" or torch_internals.is_left_to_python(submodule))):
+            continue
+        where = f"submodule {name}" if name else "the module"
+        raise ReplicationError(
+            f"{this_rank()}: {where} is {with_article(kind)}{_shards_what(submodule, name)}; {_INSTEAD[kind]}"
+        )
 
 
 def _shards_what(submodule: nn.Module, name: str) -> str:

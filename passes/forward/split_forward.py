@@ -58,8 +58,17 @@ def split_forward_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _find_boundaries(gm: fx.GraphModule, ctx: PassContext) -> list[_Boundary]:
-    """One boundary for each bucket with gradients from the graph, in the order in which the backward reaches them."""
-    position_of = {entry.parameter: entry.position for entry in grad_ready_order(gm, ctx.parameter_of)}
+    """One boundary for each bucket with gradients from the graph, in the order in which the backward reaches them.
+
+    A parameter that a partition only reads, for example under ``no_grad`` in a spectral norm, still gets its gradient
+    after that partition's backward: it is one of the partition's inputs.
+    """
+    reads: dict[int, int] = {}
+    for position, node in enumerate(gm.graph.nodes):
+        for argument in node.all_input_nodes:
+            if argument.name in ctx.parameter_of:
+                reads.setdefault(ctx.parameter_of[argument.name], position)
+    position_of = {entry.parameter: reads[entry.parameter] for entry in grad_ready_order(gm, ctx.parameter_of)}
     boundaries = []
     for bucket in ctx.buckets:
         positions = [position_of[g.index] for g in bucket.gradients if g.index in position_of]

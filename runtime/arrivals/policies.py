@@ -76,7 +76,7 @@ class UnusedAllowed(AllRequired):
     Before the backward, the autograd graph shows the parameters to which no output of a forward leads, so that their
     buckets are launched early. They are marked at the backward's first gradient and not earlier, since the outputs may
     never be used. At the end of the backward, more may turn out to be missing: a compiled graph may return None for a
-    parameter to which the autograd graph leads.
+    parameter to which the autograd graph leads, and an output may be an object in which no tensors can be found.
 
     Args:
         leaves_out_unused: Whether a bucket that no rank uses in the first iteration is never sent again.
@@ -100,6 +100,8 @@ class UnusedAllowed(AllRequired):
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
         reached = {self._index_of.get(id(leaf)) for leaf in _leaves_of(torch_internals.tensors_in(outputs))}
         unreached, iteration = {i for i in self._index_of.values() if i not in reached}, self._set.iteration
+        if torch_internals.may_hide_tensors(outputs):
+            unreached = set()  # the end of the backward tells
         iteration.unreached = unreached if iteration.unreached is None else iteration.unreached & unreached
 
     def leaves_out(self, bucket: Bucket) -> bool:

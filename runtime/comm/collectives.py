@@ -27,7 +27,20 @@ _MOST_BYTES_OF_A_NAME = 256
 
 
 def verify_modules_agree(description: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check, by one small all-reduce, that every rank was given the same module and settings.
+    """Check that every rank was given the same module and settings; see `first_difference`.
+
+    Raises:
+        RanksDifferError: On every rank, naming the first line that differs from rank 0's.
+    """
+    if difference := first_difference(description, process_group, device):
+        raise RanksDifferError(
+            f"{this_rank()}: the ranks were given different models. First difference: {difference}. Build the same"
+            " model with the same settings on every rank before ddp_compile"
+        )
+
+
+def first_difference(description: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """Compare descriptions by one small all-reduce. Every rank calls it.
 
     Only if they differ, the ranks gather digests, rank 0 sends its description, and then one rank sends its first
     difference.
@@ -36,12 +49,12 @@ def verify_modules_agree(description: Sequence[str], process_group: dist.Process
         description: One line for each thing that has to agree: ``"weight: float32[4, 4]"``.
         device: Device for the messages, one that the process group can reach.
 
-    Raises:
-        RanksDifferError: On every rank, naming the first line that differs from rank 0's.
+    Returns:
+        The first line that differs from rank 0's, the same text on every rank; empty if none does.
     """
     different = ranks_unlike_rank_0(json.dumps(description).encode(), process_group, device)
     if not different:
-        return
+        return ""
     # With a thousand ranks and layers, the descriptions of all ranks would be gigabytes.
     first, other = dist.get_global_rank(process_group, 0), different[0]
     text_of_first = _broadcast_bytes(json.dumps(description).encode(), process_group, device, first)
@@ -49,11 +62,7 @@ def verify_modules_agree(description: Sequence[str], process_group: dist.Process
     if dist.get_rank() == other:
         difference = _first_difference(json.loads(text_of_first), list(description), first)
         difference = _shorten(difference, _MOST_BYTES_OF_A_LINE)
-    difference = _broadcast_bytes(difference.encode(), process_group, device, other).decode()
-    raise RanksDifferError(
-        f"{this_rank()}: the ranks were given different models. First difference: {difference}"
-        f" on rank {other}. Build the same model with the same settings on every rank before ddp_compile"
-    )
+    return f"{_broadcast_bytes(difference.encode(), process_group, device, other).decode()} on rank {other}"
 
 
 def _first_difference(expected: list[str], found: list[str], first_rank: int) -> str:
