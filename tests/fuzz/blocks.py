@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
@@ -134,9 +135,8 @@ class Leaf(nn.Module):
         super().__init__()
         self.kind = kind
         self.function = LEAVES[kind]
-        if kind in ("linear", "linear_", "frozen"):
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.linear.requires_grad_(kind != "frozen")
+        if kind in AROUND_LINEAR:
+            self.linear = AROUND_LINEAR[kind](nn.Linear(WIDTH, WIDTH))
         elif kind in ("same_layer", "no_grad_shared"):
             self.linear = shared
         elif kind == "tied":
@@ -153,6 +153,8 @@ class Leaf(nn.Module):
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         if kind in ("running_mean", "replaced_buffer"):
             self.register_buffer("mean", torch.zeros(WIDTH))
+        if kind == "cache":
+            self.register_buffer("positions", torch.arange(3.0))
         self.before: Tensor | None = None
         self.calls = 0
 
@@ -188,6 +190,12 @@ def replaced_buffer(block: Leaf, h: Tensor) -> Tensor:
     return (h - block.mean) * block.weight
 
 
+def cache(block: Leaf, h: Tensor) -> Tensor:
+    if len(h) > len(block.positions):
+        block.positions = torch.arange(float(len(h)))
+    return h * block.weight + block.positions[: len(h), None].to(h.dtype)
+
+
 def remembers(block: Leaf, h: Tensor) -> Tensor:
     before, block.before = block.before, h.detach().mean()
     return h * block.weight if before is None else h * block.weight + before
@@ -198,10 +206,19 @@ def counts_calls(block: Leaf, h: Tensor) -> Tensor:
     return h * block.weight * (2 if block.calls % 2 else 1)
 
 
+#: What is done with a linear layer.
+AROUND_LINEAR: dict[str, Callable[[nn.Linear], Any]] = {
+    "linear": lambda layer: layer,
+    "linear_": lambda layer: layer,
+    "frozen": lambda layer: layer.requires_grad_(False),
+    "spectral_norm": spectral_norm,
+    "disabled": torch.compiler.disable,
+    "scripted": torch.jit.script,
+}
+
 LEAVES: dict[str, Callable[[Leaf, Tensor, Arguments], Tensor]] = {
-    "linear": lambda b, h, a: b.linear(h),
+    **dict.fromkeys(AROUND_LINEAR, lambda b, h, a: b.linear(h)),
     "linear_": lambda b, h, a: h.add_(b.linear(h.clone())),
-    "frozen": lambda b, h, a: b.linear(h),
     "same_layer": lambda b, h, a: b.linear(h),
     "no_grad_shared": lambda b, h, a: no_grad_shared(b, h),
     "tied": lambda b, h, a: F.linear(h, b.weight.t()),
@@ -219,6 +236,7 @@ LEAVES: dict[str, Callable[[Leaf, Tensor, Arguments], Tensor]] = {
     "factor_of_buffer": lambda b, h, a: factor_of_buffer(b, h),
     "running_mean": lambda b, h, a: running_mean(b, h),
     "replaced_buffer": lambda b, h, a: replaced_buffer(b, h),
+    "cache": lambda b, h, a: cache(b, h),
     "remembers": lambda b, h, a: remembers(b, h),
     "counts_calls": lambda b, h, a: counts_calls(b, h),
 }

@@ -61,9 +61,12 @@ NOT_DRAWN = {
     # aot_eager by itself computes a wrong gradient with it; for a test of how that counts.
     "factor_of_buffer"
 }
-STATEFUL = ("batch_norm", "counter", "running_mean", "replaced_buffer", "remembers", "counts_calls")
+HAVE_BUFFERS = ("batch_norm", "counter", "running_mean", "replaced_buffer", "cache", "spectral_norm")
+STATEFUL = (*HAVE_BUFFERS, "remembers", "counts_calls")
 REPEATED_STEPS = ("zero", "zero_to_none", "step", "step", "clip", "zero_to_none", "zero")
-OUTPUTS = ("tensor", "dict", "tuple", "dataclass", "nested", "views", "with_detached", "with_input")
+#: Steps like "train" whose forward does not run compiled code, or that of other tensors.
+UNUSUAL_CALLS = ("swapped", "flops", "force_eager", "dual")
+OUTPUTS = ("tensor", "dict", "tuple", "dataclass", "nested", "views", "with_detached", "with_input", "object")
 
 
 def recipe_of(seed: int, backends: tuple[str, ...] = ("eager", "eager", "aot_eager"), most_blocks: int = 5) -> Recipe:
@@ -82,7 +85,7 @@ def recipe_of(seed: int, backends: tuple[str, ...] = ("eager", "eager", "aot_eag
         program=program,
         others=others,
         inputs=random.choices(("tensor", "keyword", "dict", "dataclass"), (4, 1, 1, 1))[0],
-        outputs=random.choices(OUTPUTS, (8, 1, 1, 1, 1, 1, 1, 1))[0],
+        outputs=random.choices(OUTPUTS, (8, 1, 1, 1, 1, 1, 1, 1, 1))[0],
         split=random.choice(("forward", "backward", "auto", "auto", "none")),
         backend=random.choice(backends),
         cap_mib=random.choice((0.0001, 0.0001, 0.001, 25.0)),
@@ -114,12 +117,13 @@ def _block(random: Random, excluded: set[str], depth: int) -> Block:
 def _program(random: Random, parameters: str, with_other: bool) -> tuple[str, ...]:
     """A few steps, each with a backward that is reduced."""
     backwards = ["train"] * 6 + ["two_forwards", "retain", "output_hook", "written_output", "halves", "repeat"]
+    backwards += UNUSUAL_CALLS
     if parameters == "find_unused":
         backwards += ["first_half", "first_half"]
     if with_other:
         backwards += ["other", "joint", "joint"]
     if parameters == "static_graph":  # the same gradients in every iteration
-        backwards = ["train"]
+        backwards = ["train"] * 6 + list(UNUSUAL_CALLS)
     program: list[str] = []
     for _ in range(random.choice((1, 2, 2, 3))):
         before = ("evaluate", "micro", "micro", "hook", "post_hook", "data_hook", "raise", "reload", "late_hook")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from fuzz.blocks import Block
+from fuzz.blocks import FUNCTIONS, HOLDERS, LEAVES, Block
 from fuzz.differences import EXACT, HANG, NAMED, SILENT, UNNAMED, WAITED
 from fuzz.differing import DifferingRecipe, expected, is_kept, judge_differing, verdict_of
-from fuzz.recipe import Recipe, recipe_of
+from fuzz.recipe import NOT_DRAWN, OUTPUTS, UNUSED, UNUSUAL_CALLS, Recipe, recipe_of
 from fuzz.sharded import ShardedRecipe, judge_sharded, sharded_recipe_of
 from fuzz.shrink import shrink
+from fuzz.training import ACTIONS
 from fuzz.verdict import BOTH_RAISE, FAILED, PASSED, TORCHS_OWN, Verdict, judge_all, judge_on
 from rank_pool import Ranks
 from torch import fx
@@ -38,6 +41,41 @@ def test_random_modules_train_as_with_ddp(ranks: Ranks) -> None:
     assert not failed, "\n".join(failed)
     # Cases that compare nothing must stay few.
     assert Counter(verdict.outcome for verdict in verdicts)[PASSED] >= NUM_CASES_IN_CI // 2
+
+
+def of_each_kind() -> dict[str, list[Recipe]]:
+    """A recipe for each kind of block, output and action, with another split in turn."""
+    with_inductor = Recipe(backend="inductor", cap_mib=0.0001, program=("train", "step", "train"))
+    blocks: dict[str, list[Recipe]] = {}
+    for name, kinds in (("functions", FUNCTIONS), ("leaves", LEAVES), ("holders", HOLDERS)):
+        inner = (Block("linear"),) if kinds is HOLDERS else ()
+        find_unused = [kind in UNUSED for kind in kinds]
+        blocks[name] = [
+            replace(with_inductor, blocks=(Block(kind, inner),), find_unused=unused)
+            for kind, unused in zip(kinds, find_unused, strict=True)
+            if kind not in NOT_DRAWN
+        ]
+    recipes = {
+        **blocks,
+        "outputs": [replace(with_inductor, outputs=outputs) for outputs in OUTPUTS],
+        "objects": [
+            replace(with_inductor, outputs="object", **{each: True}) for each in ("find_unused", "static_graph")
+        ],
+        "actions": [replace(with_inductor, program=("train", action, "train")) for action in ACTIONS],
+        "first": [replace(with_inductor, program=(action, "step", "train")) for action in UNUSUAL_CALLS],
+    }
+    splits = itertools.cycle(("auto", "forward", "backward"))
+    return {name: [replace(recipe, split=next(splits)) for recipe in each] for name, each in recipes.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", of_each_kind())
+def test_each_kind_trains_with_inductor(ranks: Ranks, kinds: str) -> None:
+    recipes = of_each_kind()[kinds]
+    for some in (recipes[at : at + 8] for at in range(0, len(recipes), 8)):
+        verdicts = judge_on(ranks(2), some)
+        failed = [(recipe, v.detail) for recipe, v in zip(some, verdicts, strict=True) if v.outcome == FAILED]
+        assert not failed, failed
 
 
 NUM_SHARDED_CASES_IN_CI = 4

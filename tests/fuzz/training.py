@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from fuzz.blocks import NUM_IDS, WIDTH, Arguments, Block, build, run
 from fuzz.recipe import Recipe
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 #: Everything visible after an action: values by name, None if there is none; or only "raised" and the error's text.
 Observation = dict[str, Any]
@@ -28,6 +30,13 @@ class Batch:
 class Output:
     y: Tensor
     h: Tensor
+
+
+class Hidden:
+    """Holds tensors where no pytree finds them."""
+
+    def __init__(self, y: Tensor, h: Tensor) -> None:
+        self.y, self.h = y, h
 
 
 class DeliberateError(Exception):
@@ -67,6 +76,7 @@ OUTPUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "views": lambda y, h, x: [y, y.view(-1), y[:, :2]],
     "with_detached": lambda y, h, x: {"y": y, "log": y.detach()},
     "with_input": lambda y, h, x: (y, x),
+    "object": lambda y, h, x: Hidden(y, h),
 }
 
 
@@ -78,6 +88,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each)
+    elif isinstance(value, Hidden):
+        yield from (value.y, value.h)
     elif dataclasses.is_dataclass(value):
         yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
 
@@ -110,8 +122,11 @@ class Training:
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.05)
         self.seen: list[Tensor] = []
 
-    def forward(self, model: int = 0, salt: int = 0, **more: Any) -> Any:
-        """One forward with a batch of this position and rank; input and output are observed."""
+    def forward(self, model: int = 0, salt: int = 0, around: Callable[[Any], Any] = lambda m: m, **more: Any) -> Any:
+        """One forward with a batch of this position and rank; input and output are observed.
+
+        ``around`` makes the function to call out of the model.
+        """
         recipe = self.recipe
         generator = torch.Generator().manual_seed(1000 * self.position + 10 * self.rank + salt)
         rows = 3 + self.position % 3 if recipe.rows_vary else 4
@@ -121,7 +136,7 @@ class Training:
         turns = {"first": 0, "in turns": self.position, "by rank": self.position + self.rank}[recipe.routes]
         scale = 1.0 + 0.5 * self.position if recipe.scale_varies else 1.5
         settings = {"scale": scale, "route": turns % 2 == 0, **more}
-        output = _call(self.models[model], recipe.inputs, x, ids, settings)
+        output = _call(around(self.models[model]), recipe.inputs, x, ids, settings)
         self.seen += [x, *tensors_in(output)]
         return output
 
@@ -242,6 +257,43 @@ def train(t: Training, model: int = 0) -> None:
 
 def _sum(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).sum()
+
+
+def swapped(t: Training) -> None:
+    """Tensors that are computed from the parameters take their place."""
+
+    def around(model: Any) -> Any:
+        halves = {name: 0.5 * parameter for name, parameter in model.named_parameters()}
+        return lambda *args, **kwargs: torch.func.functional_call(model, halves, args, kwargs)
+
+    _sum(losses_of(t.forward(around=around))).backward()
+    t.average()
+
+
+def inside(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Training], None]:
+    def train_inside(t: Training) -> None:
+        with context():
+            loss = _sum(losses_of(t.forward()))
+        loss.backward()
+        t.average()
+
+    return train_inside
+
+
+def dual(t: Training) -> None:
+    """With forward-mode derivatives in the direction of the input."""
+
+    def around(model: Any) -> Any:
+        def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(forward_ad.make_dual(x, torch.ones_like(x)) if isinstance(x, Tensor) else x, *args, **kwargs)
+
+        return call if t.recipe.inputs == "tensor" else model
+
+    with forward_ad.dual_level():
+        unpacked = [forward_ad.unpack_dual(tensor) for tensor in tensors_in(t.forward(around=around))]
+        found = [tensor for pair in unpacked for tensor in pair if tensor is not None and tensor.requires_grad]
+        _sum([tensor.square().mean() for tensor in found]).backward()
+    t.average()
 
 
 def micro(t: Training) -> None:
@@ -381,6 +433,10 @@ def _halve_gradient_data(parameter: Tensor) -> None:
 #: What a program consists of. Those that end in a reduction call `Training.average`.
 ACTIONS: dict[str, Callable[[Training], None]] = {
     "train": train,
+    "swapped": swapped,
+    "flops": inside(lambda: FlopCounterMode(display=False)),
+    "force_eager": inside(lambda: torch.compiler.set_stance("force_eager")),
+    "dual": dual,
     "micro": micro,
     "two_forwards": two_forwards,
     "other": lambda t: train(t, len(t.models) - 1),

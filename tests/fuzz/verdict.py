@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._functorch.config
 import torch.distributed as dist
-from fuzz.recipe import Recipe
+from fuzz.recipe import HAVE_BUFFERS, Recipe
 from fuzz.training import MeanOfRanks, MeanOfRanksWithCopies, Observation, Training
 from rank_pool import RankFailure, RankPool
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ def halves_hook(group, bucket):  # without annotations: DistributedDataParallel 
 def reference_of(recipe: Recipe) -> Wrap:
     """DistributedDataParallel, or the mean over the ranks if ddp_compile is documented to do better."""
     program = set(recipe.program)
-    has_buffers = {"batch_norm", "counter", "running_mean", "replaced_buffer"} & recipe.kinds()
+    has_buffers = set(HAVE_BUFFERS) & recipe.kinds()
     better = (
         # DistributedDataParallel leaves the second backward of a forward on its rank,
         {"repeat", "halves"} & program
@@ -120,8 +120,10 @@ def reference_of(recipe: Recipe) -> Wrap:
         or (has_buffers and {"evaluate", "evaluate_on_rank_0", "micro"} & program)
         # cannot begin with a backward that is not to be reduced,
         or (recipe.static_graph and "micro" in program)
-        # and does not reduce the first one of a static graph whose outputs are in a dataclass.
+        # does not reduce the first one of a static graph whose outputs are in a dataclass.
         or (recipe.static_graph and recipe.outputs == "dataclass")
+        # and finds no tensors in objects.
+        or ((recipe.find_unused or recipe.static_graph) and recipe.outputs == "object")
     )
     return MeanOfRanks if better else with_ddp
 

@@ -144,6 +144,22 @@ def test_backwards_of_two_models_in_another_order(
         assert "model 2 (Sequential) on rank 1" in error and "a process group of its own" in error
 
 
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_forwards_of_two_models_with_buffers_in_another_order() -> None:
+    models = [ddp_compile(nn.BatchNorm1d(4), backend="eager") for _ in range(2)]
+
+    def train(in_other_order: bool) -> None:
+        outputs = [model(torch.randn(3, 4)).sum() for model in (reversed(models) if in_other_order else models)]
+        sum(outputs).backward()
+
+    for _ in range(3):
+        train(in_other_order=False)
+    said = r"the buffers of model 1 \(BatchNorm1d\) on rank 0, the buffers of model 2 \(BatchNorm1d\) on rank 1"
+    with pytest.raises(RanksDifferError, match=said):
+        train(in_other_order=dist.get_rank() == 1)
+
+
 @torch.compiler.set_stance("force_eager")
 def finalize_in_another_order() -> str:
     """On rank 1, in the first iteration, at whose end models that run eagerly pack their buckets again."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -149,6 +150,41 @@ def test_a_change_that_nothing_sees_is_named_soon() -> None:
     add_adapters(model)
     with pytest.raises(ParametersChangedError, match="added: adapter"):
         train(model, num_steps=4)
+
+
+def on_fakes(model: Any) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = {name: mode.from_tensor(parameter) for name, parameter in model.named_parameters()}
+        return torch.func.functional_call(model, fakes, (torch.randn(2, 4),))
+
+
+def on_meta(model: Any) -> Any:
+    swapped = {name: p.detach().to("meta").requires_grad_() for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, swapped, (torch.randn(2, 4, device="meta"),))
+
+
+def on_other_parameters(model: Any) -> Any:
+    return torch.func.functional_call(model, dict(WithAdapter().named_parameters()), (torch.randn(2, 4),))
+
+
+def on_tensors_assigned_by_hand(model: Any) -> Any:
+    own = model.head._parameters["weight"]
+    model.head._parameters["weight"] = own * 0.5  # as torchopt does
+    output = model(torch.randn(2, 4))
+    model.head._parameters["weight"] = own
+    return output
+
+
+@pytest.mark.parametrize("call", [on_fakes, on_meta, on_other_parameters, on_tensors_assigned_by_hand])
+def test_a_tensor_swapped_in_for_one_call_is_no_change(call: Change) -> None:
+    for num_before in range(4):  # some of these forwards are checked
+        model = replicated()
+        train(model, num_before)
+        assert call(model).shape == (2, 4)
+        train(model)
+        replace_head(model)
+        with pytest.raises(ParametersChangedError, match=re.escape(CHANGES["replace_head"][1])):
+            train(model, num_steps=4)
 
 
 def test_the_way_out_leads_out() -> None:

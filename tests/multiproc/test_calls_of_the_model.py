@@ -1,0 +1,345 @@
+"""Calls of a replicated model in which something else is at work: swapped tensors, modes, transforms, TorchScript."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.distributed as dist
+from beside import beside_plain, one_backward, own_batch, pair, seeded, train_beside
+from in_ci import only
+from models import Mlp, assert_buckets_launched_early
+from rank_pool import on_ranks
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.flop_counter import FlopCounterMode
+
+from ddp_compile import RanksDifferError, ddp_compile
+
+WIDTH, NUM_STEPS = 16, 5
+CAP_MB = 0.0015  # a layer
+
+
+def mlp() -> nn.Module:
+    return Mlp(WIDTH, num_layers=3)
+
+
+class Scaled(nn.Module):
+    """With a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = mlp()
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * self.scale
+
+
+# Tensors that stand in for parameters
+
+
+def derived(model: nn.Module, part: str = "") -> dict[str, Tensor]:
+    return {name: 0.5 * p for name, p in model.named_parameters() if part in name}
+
+
+def swap_all(model: Any, x: Tensor, step: int) -> None:
+    functional_call(model, derived(model), (x,)).square().mean().backward()
+
+
+def swap_some(model: Any, x: Tensor, step: int) -> None:
+    functional_call(model, derived(model, "layers.1"), (x,)).square().mean().backward()
+
+
+def swap_at_times(model: Any, x: Tensor, step: int) -> None:
+    (swap_some if step % 2 else one_backward)(model, x, step)
+
+
+def swap_beside_a_call(model: Any, x: Tensor, step: int) -> None:
+    (functional_call(model, derived(model), (x,)) + model(x)).square().mean().backward()
+
+
+SWAPS = {swap.__name__: swap for swap in (swap_all, swap_some, swap_at_times, swap_beside_a_call)}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "forward": {"split": "forward"},
+    "backward": {"split": "backward"},
+    "static": {"split": "backward", "static_graph": True},
+    "inductor": {"backend": "inductor"},
+    "eager": {"backend": "eager"},
+}
+
+
+@pytest.mark.parametrize("settings", only(["backward"], SETTINGS))
+@pytest.mark.parametrize("swap", only(["swap_at_times"], SWAPS))
+@on_ranks(2)
+def test_functional_call_trains(swap: str, settings: str) -> None:
+    for models in (pair, beside_plain):
+        both = models(mlp, bucket_cap_mb=CAP_MB, **SETTINGS[settings])
+        assert max(train_beside(both, SWAPS[swap], NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
+        torch._dynamo.reset()
+        both[0].unwrap()
+
+
+# Modes and transforms, under which nothing can be compiled
+
+
+def jvp_step(model: Any, x: Tensor) -> Tensor:
+    value, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    return value.square().mean() + slope.square().mean()
+
+
+def dual_step(model: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        value, slope = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+        return value.square().mean() + slope.square().mean()
+
+
+def vmap_step(model: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: model(row[None])[0])(x).square().mean()
+
+
+def flops_step(model: Any, x: Tensor) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        loss = model(x).square().mean()
+    assert counter.get_total_flops() == 2 * 3 * len(x) * WIDTH**2
+    return loss
+
+
+def eager_step(model: Any, x: Tensor) -> Tensor:
+    with torch.compiler.set_stance("force_eager"):
+        return model(x).square().mean()
+
+
+UNCOMPILED = {
+    each.__name__.removesuffix("_step"): each for each in (jvp_step, dual_step, vmap_step, flops_step, eager_step)
+}
+
+
+@contextlib.contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+@pytest.mark.parametrize("settings", only(["backward"], SETTINGS))
+@pytest.mark.parametrize("on_rank_0_alone", only([False], [False, True]))
+@pytest.mark.parametrize("when", only([0], [0, 2]))
+@pytest.mark.parametrize("call", UNCOMPILED)
+@on_ranks(2)
+def test_later_calls_are_compiled(call: str, when: int, on_rank_0_alone: bool, settings: str) -> None:
+    """A call that cannot be compiled runs uncompiled, with exact gradients, also on one rank alone."""
+    ours, plain = beside_plain(Scaled, bucket_cap_mb=CAP_MB, **SETTINGS[settings])
+
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        is_it = step == when and not (on_rank_0_alone and dist.get_rank())
+        (UNCOMPILED[call](model, x) if is_it else model(x).square().mean()).backward()
+
+    with warnings_of("ddp_compile") as said:
+        assert max(train_beside((ours, plain), step_of, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
+    assert len(ours._ddp_compile_state.backend.reports) == 1
+    assert not any("nothing was compiled" in each for each in said)
+    if settings != "eager":
+        assert_buckets_launched_early(ours)
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_export_of_a_module_with_buffers() -> None:
+    """Nothing is broadcast into the exported program, however many forwards came before."""
+    for num_before in range(3):
+        model = ddp_compile(Normalized(), backend="aot_eager")
+        for _ in range(num_before):
+            one_backward(model, own_batch(0, WIDTH))
+        program = torch.export.export(model, (own_batch(0, WIDTH),))
+        assert not any("broadcast" in str(node.target) for node in program.graph.nodes)
+        one_backward(model, own_batch(1, WIDTH))
+        torch._dynamo.reset()
+
+
+# Submodules that are not compiled
+
+
+class Blocks(nn.Module):
+    """Without a forward that Dynamo would start at, so that blocks inside would be compiled by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x) * self.scale
+
+
+class DisabledForward(Blocks):
+    forward = torch.compiler.disable(Blocks.forward)
+
+
+class Around(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.before, self.middle, self.after = mlp(), middle, mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.middle(self.before(x)))
+
+
+LEFT_TO_PYTHON: dict[str, Callable[[], Any]] = {
+    "disabled": lambda: torch.compiler.disable(Blocks()),
+    "disabled_forward": DisabledForward,
+    "scripted": lambda: torch.jit.script(Blocks()),
+    "traced": lambda: torch.jit.trace(Blocks(), torch.ones(4, WIDTH)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("settings", only(["backward"], SETTINGS))
+@pytest.mark.parametrize("how", only(["disabled", "scripted"], LEFT_TO_PYTHON))
+@on_ranks(2)
+def test_the_rest_is_compiled(how: str, settings: str) -> None:
+    plain, other = (Around(seeded(LEFT_TO_PYTHON[how])) for _ in range(2))  # TorchScript cannot be copied
+    other.load_state_dict(plain.state_dict())
+    model: Any = ddp_compile(other, **{"backend": "aot_eager", "bucket_cap_mb": CAP_MB, **SETTINGS[settings]})
+    assert max(train_beside((model, plain), num_steps=NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
+    explained = model.explain()
+    assert len(explained.graphs) == 2  # before and after
+    assert not any(region.num_training_graphs for region in explained.regions)
+
+
+@on_ranks(2)
+def test_no_region_in_a_disabled_module() -> None:
+    model: Any = ddp_compile(Around(torch.compiler.disable(Mlp(WIDTH))), regions=[nn.Linear], backend="aot_eager")
+    assert all(not name.startswith("middle") for region in model.explain().regions for name in region.names)
+
+
+# Buffers
+
+
+class Cached(nn.Module):
+    """A buffer that grows with the longest batch that a rank has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = mlp()
+        self.register_buffer("positions", torch.arange(2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.positions):
+            self.register_buffer("positions", torch.arange(float(len(x))), persistent=False)
+        return self.mlp(x + self.positions[: len(x), None])
+
+
+@on_ranks(2)
+def test_buffers_may_grow_alike() -> None:
+    ours, plain = beside_plain(Cached)
+    for rows in (4, 6, 5):
+        assert max(train_beside((ours, plain), num_steps=2, width=WIDTH, rows=rows, lr=0.1)) < 1e-5
+    assert ours.positions.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+@pytest.mark.parametrize("ends", ["forward", "join"])
+@on_ranks(3)
+def test_buffers_of_other_sizes_are_named(longer: int, ends: str) -> None:
+    model = ddp_compile(Cached(), backend="eager")
+    rows = 6 if dist.get_rank() == longer else 4
+    sizes = (
+        rf"float32\[{'6' if longer == 0 else '4'}\] on rank 0 is .*float32\[{'4' if longer == 0 else '6'}\] on rank 1"
+    )
+    with pytest.raises(RanksDifferError, match=f"buffer positions: {sizes}"):
+        if ends == "join":
+            with model.join():
+                one_backward(model, own_batch(0, WIDTH, rows))
+        else:
+            for _ in range(2):
+                one_backward(model, own_batch(0, WIDTH, rows))
+    assert model.positions.tolist() == list(range(rows))
+
+
+@on_ranks(2)
+def test_buffers_after_a_forward_without_gradients() -> None:
+    """DistributedDataParallel leaves out the broadcast of the next training forward, if it was in training mode."""
+    ours, theirs = pair(Scaled)
+    seen = []
+    for model, buffer in ((ours, ours.scale), (theirs, theirs.module.scale)):
+        one_backward(model, own_batch(0, WIDTH))
+        with torch.no_grad():
+            model(own_batch(1, WIDTH))
+        buffer.fill_(dist.get_rank() + 1.0)
+        one_backward(model, own_batch(2, WIDTH))
+        seen.append(float(buffer[0]))
+    assert seen == [1.0, dist.get_rank() + 1.0]
+
+
+@on_ranks(2)
+def test_jvp_of_a_module_with_buffers() -> None:
+    """DistributedDataParallel raises, since it writes to buffers inside the transform."""
+    ours, theirs = pair(Scaled)
+    with pytest.raises(RuntimeError, match="in-place operation"):
+        jvp_step(theirs, own_batch(0, WIDTH))
+    ours.scale.fill_(dist.get_rank() + 1.0)
+    jvp_step(ours, own_batch(0, WIDTH)).backward()
+    assert float(ours.scale[0]) == 1.0
+
+
+# Outputs in which no tensors are found
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.other, self.log_std = mlp(), nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, uses_other: bool) -> Any:
+        mean = self.body(x)
+        return torch.distributions.Normal(self.other(mean) if uses_other else mean, self.log_std.exp())
+
+
+@pytest.mark.parametrize("settings", only(["backward"], SETTINGS))
+@on_ranks(2)
+def test_a_distribution_comes_out(settings: str) -> None:
+    chosen = SETTINGS[settings]
+    ours, plain = beside_plain(Policy, bucket_cap_mb=CAP_MB, **{"find_unused_parameters": True, **chosen})
+
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        uses_other = dist.get_rank() == (0 if "static_graph" in chosen else step % 3)
+        (-model(x, uses_other).log_prob(torch.zeros(WIDTH)).mean()).backward()
+
+    assert max(train_beside((ours, plain), step_of, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
+
+
+# Parameters that are also read without gradients
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(4)))
+
+
+@pytest.mark.parametrize("split", only(["auto"], ["auto", "forward", "backward"]))
+@on_ranks(2)
+def test_spectral_norm_is_launched_early(split: str) -> None:
+    model, theirs = pair(spectral, bucket_cap_mb=CAP_MB, split=split)
+    assert max(train_beside((model, theirs), num_steps=NUM_STEPS, width=WIDTH)) < 1e-5
+    launches = model.explain().launches
+    assert [launch.is_early for launch in launches] == [True] * (len(launches) - 1) + [False]
