@@ -62,7 +62,6 @@ class CudaDriver:
         return module
 
     def function(self, module: Any, name: str) -> Any:
-        """A kernel of a module. With lazy loading, CUDA's default, it is loaded only here."""
         with self._loading():
             (function,) = self._call("cuModuleGetFunction", module, name.encode())
         return function
@@ -78,7 +77,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """With the context, and in the mode in which a graph capture on any stream allows what loading calls."""
+        """The context, and permission to load during a capture. With lazy loading, `function` loads the kernel."""
         relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         previous = self._enter()
         try:

@@ -100,14 +100,14 @@ class Launch:
 
     def __init__(self, kernel: Kernel, num_blocks: int, parameters: int, tensors: list[tuple[int, int]]) -> None:
         self._kernel, self._num_lanes = kernel, num_blocks * BLOCK
-        self._lanes: Any = slice(None)  # those that run
+        self._lanes = np.arange(self._num_lanes)  # those that run
         stride = (max((end for _, end in kernel.shared.values()), default=0) // 16 + 1) * 16
         self._shared = np.full(num_blocks * stride, POISON, np.uint8)  # of each block
         self._bases = {"shared": self._shared.ctypes.data}  # since addresses there have 32 bits
         copies = range(self._bases["shared"], self._bases["shared"] + len(self._shared), stride)
         shared = [(first + begin, first + end) for first in copies for begin, end in kernel.shared.values()]
         self._memory = Memory([*tensors, *shared, (parameters, parameters + kernel.parameter_bytes)])
-        block, thread = np.divmod(np.arange(self._num_lanes, dtype=np.uint64), np.uint64(BLOCK))
+        block, thread = np.divmod(self._lanes.astype(np.uint64), np.uint64(BLOCK))
         self._registers = {
             **{"%tid.x": thread, "%ctaid.x": block},
             **{"%ntid.x": np.full_like(block, BLOCK), "%nctaid.x": np.full_like(block, num_blocks)},
@@ -119,7 +119,7 @@ class Launch:
 
     def run(self) -> None:
         """Run until all lanes have returned."""
-        ready: dict[int, np.ndarray] = {0: np.arange(self._num_lanes)}  # the lanes at each instruction
+        ready: dict[int, np.ndarray] = {0: self._lanes}  # the lanes at each instruction
         waiting: dict[int, np.ndarray] = {}
         while ready or waiting:
             if not ready:
@@ -127,12 +127,12 @@ class Launch:
                 assert all(set(counts) <= {0, BLOCK} for counts in arrived), "some threads of a block miss a barrier"
                 ready, waiting = waiting, {}
             at = min(ready)
-            lanes = self._choose(ready.pop(at))
+            self._lanes = lanes = ready.pop(at)
             code = self._kernel.code[at]
             if code.guard:
                 chosen = self._get(code.guard, "pred") != code.is_negated
                 _send(ready, at + 1, lanes[~chosen])
-                lanes = self._choose(lanes[chosen])
+                self._lanes = lanes = lanes[chosen]
             if code.operation == "bra":
                 _send(ready, self._kernel.labels[code.operands[0]], lanes)
             elif code.operation == "bar":
@@ -140,11 +140,6 @@ class Launch:
             elif code.operation != "ret" and len(lanes):
                 self._execute(code)
                 _send(ready, at + 1, lanes)
-
-    def _choose(self, lanes: np.ndarray) -> np.ndarray:
-        """Let these lanes run."""
-        self._lanes = lanes if len(lanes) < self._num_lanes else slice(None)
-        return lanes
 
     def _get(self, operand: str, kind: str) -> np.ndarray:
         """The value of an operand in each lane that runs; one for all of them if it is a constant."""
@@ -241,11 +236,6 @@ def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return a * b + c
 
 
-def _or_nan(choose: Callable[..., np.ndarray], signs: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Minimum or maximum; NaN if one is NaN. A negative zero is smaller than a positive one."""
-    return lambda a, b: np.where(a == b, signs(a.view(np.uint32), b.view(np.uint32)).view(np.float32), choose(a, b))
-
-
 # With the first letters of the types for which this is what the operation does.
 _OPERATIONS: dict[str, tuple[str, Callable[..., np.ndarray]]] = {
     "mov": ("bufsp", np.copy),
@@ -271,8 +261,8 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., np.ndarray]]] = {
     "mul.rn": ("f", np.multiply),
     "div.rn": ("f", np.divide),
     "fma.rn": ("f", _fused),
-    "min.NaN": ("f", _or_nan(np.minimum, np.bitwise_or)),
-    "max.NaN": ("f", _or_nan(np.maximum, np.bitwise_and)),
+    "min.NaN": ("f", np.minimum),  # which zero is the smaller one does not matter to the kernels
+    "max.NaN": ("f", np.maximum),
 }
 
 
