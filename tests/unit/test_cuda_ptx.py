@@ -103,12 +103,14 @@ def test_average(device: KernelDevice, dtype: torch.dtype, misaligned_by: tuple[
     check_average(device, 1003, dtype, misaligned_by)
 
 
-@pytest.mark.parametrize(("offset", "num_bytes"), [(8, 16), (4, 8), (2, 4), (6, 4), (1, 2)])
+@pytest.mark.parametrize(
+    ("misaligned_by", "offset", "num_bytes"), [(0, 8, 16), (3, 3, 16), (1, 5, 8), (7, 1, 4), (0, 6, 4), (0, 1, 2)]
+)
 def test_misaligned_places_take_the_widest_accesses(
-    driver: PtxDriver, device: KernelDevice, offset: int, num_bytes: int
+    driver: PtxDriver, device: KernelDevice, misaligned_by: int, offset: int, num_bytes: int
 ) -> None:
-    tensors, flat = [values_of(4096, BFLOAT16)], torch.full((5000,), POISON, dtype=BFLOAT16)
-    check_both_ways(device, tensors, flat, [offset], with_stats=False)
+    tensors = [values_of(4096, BFLOAT16, misaligned_by=misaligned_by)]
+    check_both_ways(device, tensors, torch.full((5000,), POISON, dtype=BFLOAT16), [offset], with_stats=False)
     # There and back, except for up to one packet of single elements.
     most = 2 * 4096 * 2 // num_bytes
     assert all(most - 2 <= driver.accesses[f"{operation} {num_bytes}"] <= most for operation in ("ld", "st"))
