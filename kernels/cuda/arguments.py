@@ -14,7 +14,8 @@ from ddp_compile.kernels.cuda.programs import PACK_SIZES
 BLOCK_THREADS = 256
 CHUNK_NUMEL = 8192
 
-# More blocks than this on a multiprocessor would only wait.
+# The 2048 threads that a multiprocessor holds at most. Of kernels with more than 32 registers a thread, four to six
+# blocks run at a time, and the others start as those end, which evens out unequal work.
 BLOCKS_PER_MULTIPROCESSOR = 8
 
 # kNone in codec.cuh.

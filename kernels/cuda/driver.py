@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ddp_compile.errors import KernelUnavailableError
@@ -55,20 +57,13 @@ class CudaDriver:
 
     def load(self, binary: bytes) -> Any:
         """The module of a binary. Works during a graph capture too."""
-        relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        previous = self._enter()
-        try:
-            (mode,) = self._call("cuThreadExchangeStreamCaptureMode", relaxed)
-            try:
-                (module,) = self._call("cuModuleLoadData", binary)
-            finally:
-                self._call("cuThreadExchangeStreamCaptureMode", mode)
-        finally:
-            self._leave(previous)
+        with self._loading():
+            (module,) = self._call("cuModuleLoadData", binary)
         return module
 
     def function(self, module: Any, name: str) -> Any:
-        (function,) = self._call("cuModuleGetFunction", module, name.encode())
+        with self._loading():
+            (function,) = self._call("cuModuleGetFunction", module, name.encode())
         return function
 
     def launch(self, function: Any, num_blocks: int, num_threads: int, parameters: int, stream: int) -> None:
@@ -79,6 +74,20 @@ class CudaDriver:
             self._leave(previous)
         if int(status) != 0:
             raise RuntimeError(f"a CUDA kernel could not be launched: {status.name}")
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """The context, and permission to load during a capture. With lazy loading, `function` loads the kernel."""
+        relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        previous = self._enter()
+        try:
+            (mode,) = self._call("cuThreadExchangeStreamCaptureMode", relaxed)
+            try:
+                yield
+            finally:
+                self._call("cuThreadExchangeStreamCaptureMode", mode)
+        finally:
+            self._leave(previous)
 
     def _enter(self) -> Any:
         """Make the context current; returns the one to restore, or None."""

@@ -1,7 +1,7 @@
 """The units of compilation: instances of the templates in source/, and the kernels in each.
 
-A program is compiled when one of its kernels is first needed. That takes a quarter of a second. All programs would take
-ten times as long, but a job needs only one to three.
+A program is compiled when one of its kernels is first needed. That takes a few tenths of a second. All programs would
+take ten times as long, but a job needs only one to three.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ from kernel_values import INSTRUCTION_SETS, OTHER_BUILDS, Asked
 from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.library import NativeLibrary
 
+# Its failed assertions show values too.
+pytest.register_assert_rewrite("cuda_checks")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

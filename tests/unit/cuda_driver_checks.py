@@ -15,7 +15,7 @@ from ddp_compile.errors import KernelUnavailableError
 from ddp_compile.kernels.cuda.driver import CudaDriver
 from ddp_compile.kernels.cuda.executor import CudaExecutor
 from ddp_compile.kernels.cuda.module import KernelDevice
-from ddp_compile.kernels.cuda.programs import STATS_KERNEL
+from ddp_compile.kernels.cuda.programs import PROGRAM_OF, STATS_KERNEL
 
 
 class FakeDriver:
@@ -95,6 +95,10 @@ def main(libcuda: str, folder: Path) -> None:
     driver = CudaDriver(0)
     with pytest.raises(KernelUnavailableError, match="cuModuleLoadData failed: CUDA_ERROR_INVALID_VALUE"):
         driver.load(b"no such library")
+    module = driver.load(Compiler(folder)(PROGRAM_OF[STATS_KERNEL]))
+    with pytest.raises(KernelUnavailableError, match="cuModuleGetFunction failed: CUDA_ERROR_NOT_FOUND"):
+        driver.function(module, "no_such_kernel")
+    assert fake.capture_mode() == 0 and fake.context() == mine + 1
     function = device.prepare(STATS_KERNEL)
     with pytest.raises(RuntimeError, match="a CUDA kernel could not be launched: CUDA_ERROR_INVALID_VALUE"):
         driver.launch(function, 0, 256, 0, 0)

@@ -187,5 +187,7 @@ inline void load_quad(const u8* from, u32* words) { copy_aligned(words, from, 16
 inline void store_quad(u8* to, const u32* words) { copy_aligned(to, words, 16, to); }
 inline void load_pair(const u8* from, u32* words) { copy_aligned(words, from, 8, from); }
 inline void store_pair(u8* to, const u32* words) { copy_aligned(to, words, 8, to); }
+inline void load_word(const u8* from, u32* words) { copy_aligned(words, from, 4, from); }
+inline void store_word(u8* to, const u32* words) { copy_aligned(to, words, 4, to); }
 
 }  // namespace ddp_compile

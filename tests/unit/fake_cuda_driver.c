@@ -39,6 +39,9 @@ EXPORT int cuModuleLoadData(void** module, const void* image) {
   return *module ? SUCCESS : INVALID_VALUE;
 }
 EXPORT int cuModuleGetFunction(void** function, void* module, const char* name) {
+  // With lazy loading, the kernel is loaded only here.
+  if (current_context == 0) return INVALID_CONTEXT;
+  if (capture_mode != MODE_RELAXED) return NOT_SUPPORTED;
   *function = dlsym(module, name);
   return *function ? SUCCESS : NOT_FOUND;
 }

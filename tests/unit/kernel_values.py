@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,20 @@ def values_of(
     values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(*exponents, (numel,), generator=generator)
     chosen = torch.tensor(special)[torch.randint(len(special), (numel,), generator=generator)]
     return torch.where(torch.rand(numel, generator=generator) < 0.2, chosen, values).to(dtype)[misaligned_by:]
+
+
+def every_alignment(numels: Sequence[int], dtype: torch.dtype) -> tuple[list[Tensor], list[int], int]:
+    """Finite tensors of each size that begin at each of eight remainders of elements, and places that do.
+
+    Returns:
+        The tensors, the offsets of their places, with gaps between them, and the elements of the flat buffer.
+    """
+    tensors, offsets, end = [], [], 0
+    for misaligned_by, remainder, numel in itertools.product(range(8), range(8), numels):
+        tensors.append(values_of(numel, dtype, len(tensors), misaligned_by, FINITE, (-6, 4)))
+        offsets.append(end + 1 + (remainder - end - 1) % 8)
+        end = offsets[-1] + numel
+    return tensors, offsets, end + 1
 
 
 def tensor_of(shape: Sequence[int], layout: str, dtype: torch.dtype, seed: int) -> Tensor:

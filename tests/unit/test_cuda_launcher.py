@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-from collections.abc import Sequence
 
 import kernel_values
 import pytest
 import torch
+from cuda_checks import POISON, check_average, check_both_ways, check_codec, compressed, stats_values, values_of
 from cuda_emulation import NUM_MULTIPROCESSORS, STREAM, EmulatedDevice
 from in_ci import only
-from kernel_values import DTYPES, FINITE, same_bits
-from torch import Tensor
+from kernel_values import DTYPES, same_bits
 
 from ddp_compile.errors import KernelUnavailableError
-from ddp_compile.kernels.contract import layout, reference
+from ddp_compile.kernels.contract import reference
 from ddp_compile.kernels.cuda import arguments, elementwise, programs, tensor_table
 from ddp_compile.kernels.cuda.arguments import BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR, CHUNK_NUMEL
 from ddp_compile.kernels.cuda.executor import CudaExecutor
 from ddp_compile.kernels.cuda.programs import PACK_SIZES
 
 DTYPES_IN_CI = DTYPES[:2]  #: Where each is a program of its own, which takes the C++ compiler a second.
-POISON = 77.0
-
-values_of = functools.partial(kernel_values.values_of, special=FINITE, exponents=(-6, 4))
 
 
 @pytest.fixture(scope="module")
@@ -37,42 +32,6 @@ def shared_device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
 def device(shared_device: EmulatedDevice) -> EmulatedDevice:
     shared_device.driver.launches.clear()
     return shared_device
-
-
-def stats_values(stats: Tensor) -> tuple[float, bool]:
-    assert stats[8] in (0, 1) and not stats[9:].any()
-    return stats[:8].view(torch.float64).item(), bool(stats[8])
-
-
-def check_both_ways(
-    device: EmulatedDevice,
-    tensors: Sequence[Tensor],
-    flat: Tensor,
-    offsets: list[int] | None = None,
-    scale: float = 1 / 3,
-    with_stats: bool = True,
-) -> None:
-    """Move tensors that the kernels can move, and compare with the reference, also around the places."""
-    executor = CudaExecutor(tensors, flat, offsets, device)
-    pairs = list(zip(tensors, layout.packed_offsets(tensors) if offsets is None else offsets, strict=True))
-    places = [layout.place_of(tensor, flat, offset) for tensor, offset in pairs]
-    expected = flat.clone()
-    expected_places = [layout.place_of(tensor, expected, offset) for tensor, offset in pairs]
-    for to_flat in (True, False):
-        sources, destinations = (tensors, expected_places) if to_flat else (places, [t.clone() for t in tensors])
-        stats = torch.full((16,), 255, dtype=torch.uint8) if with_stats else None
-        of_reference = reference.stats_of(sources, destinations, scale)
-        reference.scale_into(sources, destinations, scale)
-        assert list(executor.read(tensors, flat, written=not to_flat)) == []
-        executor.move(flat, to_flat, scale, stats)
-        if to_flat:
-            assert same_bits(flat, expected)
-        else:
-            assert all(same_bits(t.reshape(-1), d.reshape(-1)) for t, d in zip(tensors, destinations, strict=True))
-        if stats is not None:
-            sum_of_squares, non_finite = stats_values(stats)
-            assert sum_of_squares == pytest.approx(of_reference[0].item(), rel=1e-12)
-            assert non_finite == of_reference[1].item()
 
 
 def test_arguments_have_the_same_size_on_both_sides(device: EmulatedDevice) -> None:
@@ -95,17 +54,11 @@ def test_arguments_have_the_same_size_on_both_sides(device: EmulatedDevice) -> N
 
 @pytest.mark.parametrize("flat_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("misaligned_by", [0, 1, 3])
 def test_every_alignment_of_tensor_and_place(
-    device: EmulatedDevice, dtype: torch.dtype, flat_dtype: torch.dtype, misaligned_by: int
+    device: EmulatedDevice, dtype: torch.dtype, flat_dtype: torch.dtype
 ) -> None:
-    numels = [37, 0, 64, 5, 2, 999]
-    tensors = [values_of(n, dtype, i, misaligned_by if i % 2 else 0) for i, n in enumerate(numels)]
-    # The gaps between them, which nothing may write to, have all remainders of eight.
-    for start in range(9):
-        offsets = [start, start + 37, start + 40, start + 120, start + 127, start + 130]
-        flat = torch.full((2000,), POISON, dtype=flat_dtype)
-        check_both_ways(device, tensors, flat, offsets, with_stats=start == 0)
+    tensors, offsets, numel = kernel_values.every_alignment([0, 1, 2, 7, 37, 64, 999], dtype)
+    check_both_ways(device, tensors, torch.full((numel,), POISON, dtype=flat_dtype), offsets)
 
 
 @pytest.mark.parametrize("with_stats", [False, True])
@@ -254,7 +207,7 @@ def test_without_the_library_addresses_are_read_in_python(
     assert isinstance(tensor_table.table_of([torch.ones(1)], torch.ones(1), None), tensor_table.PythonTable)
     test_wrong_tensors_are_refused_before_anything_is_launched(device)
     test_mixed_dtypes_take_one_launch_each(device, DTYPES_IN_CI)
-    test_every_alignment_of_tensor_and_place(device, torch.float32, torch.bfloat16, 1)
+    test_every_alignment_of_tensor_and_place(device, torch.float32, torch.bfloat16)
     test_what_the_kernels_cannot_move_is_named_and_left_alone(device)
     test_tensors_in_their_places_are_scaled_there(device, 0.5, True)
 
@@ -268,11 +221,6 @@ def test_another_default_device_changes_nothing(device: EmulatedDevice) -> None:
     assert flat.tolist() == [2.0] * 7
 
 
-def compressed(values: Tensor, num_chunks: int) -> Tensor:
-    row_bytes = reference.row_bytes(-(-values.numel() // num_chunks))
-    return torch.full((num_chunks, row_bytes), 255, dtype=torch.uint8)
-
-
 @pytest.mark.parametrize("dtype", only(DTYPES_IN_CI, DTYPES))
 @pytest.mark.parametrize(
     ("numel", "num_chunks"),
@@ -284,19 +232,8 @@ def compressed(values: Tensor, num_chunks: int) -> Tensor:
 def test_codec_writes_the_bits_of_the_reference(
     device: EmulatedDevice, dtype: torch.dtype, numel: int, num_chunks: int
 ) -> None:
-    values = values_of(numel, dtype, misaligned_by=numel % 2)
-    values *= torch.linspace(0.1, 1, numel)  # each slice has another minimum and maximum
-    rows, expected_rows = compressed(values, num_chunks), compressed(values, num_chunks)
-    reference.minmax_u8_compress(values, expected_rows)
-    elementwise.minmax_u8_compress(values, rows, device=device)
-    assert torch.equal(rows, expected_rows)
-    out, expected = values_of(numel, dtype, seed=1, misaligned_by=numel % 3), torch.empty(numel, dtype=dtype)
-    reference.minmax_u8_decompress(rows, expected)
-    elementwise.minmax_u8_decompress(rows, out, device=device)
-    assert same_bits(out, expected)
-    reference.minmax_u8_decompress(rows, expected, accumulate=True)
-    elementwise.minmax_u8_decompress(rows, out, accumulate=True, device=device)
-    assert same_bits(out, expected)
+    values, rows = check_codec(device, numel, dtype, num_chunks)
+    expected_rows = rows.clone()
     for skip_chunk in range(num_chunks):
         for of_rows in (rows, expected_rows):
             of_rows.fill_(77)
@@ -359,8 +296,4 @@ def test_rows_that_are_not_aligned_are_refused(device: EmulatedDevice) -> None:
 def test_average_adds_what_others_have_changed(
     device: EmulatedDevice, dtype: torch.dtype, numel: int, misaligned_by: tuple[int, int, int]
 ) -> None:
-    x, total, copy = (values_of(numel, dtype, seed, by) for seed, by in enumerate(misaligned_by))
-    expected = x.clone()
-    reference.average_into(expected, total, copy, 3)
-    elementwise.average_into(x, total, copy, 3, device=device)
-    assert same_bits(x, expected)
+    check_average(device, numel, dtype, misaligned_by)

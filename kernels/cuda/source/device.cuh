@@ -104,6 +104,10 @@ DDP_COMPILE_INLINE void store_pair(u8* to, const u32* words) {
   *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
 }
 
+// Four bytes at a multiple of four.
+DDP_COMPILE_INLINE void load_word(const u8* from, u32* words) { words[0] = *reinterpret_cast<const u32*>(from); }
+DDP_COMPILE_INLINE void store_word(u8* to, const u32* words) { *reinterpret_cast<u32*>(to) = words[0]; }
+
 // The low 32 bits of a double's bits.
 DDP_COMPILE_INLINE u32 low_bits(double value) { return u32(__double2loint(value)); }
 

@@ -57,10 +57,11 @@ struct Sums {
 template <class Source, class Destination, int kWidth>
 DDP_COMPILE_INLINE void move_packets(
     const u8* from, u8* to, int num_packets, int gap_at, int gap, const Move& move, Sums& sums) {
-  // Enough loads before the first use to keep the memory busy: 64 bytes of each thread, or eight single elements.
-  constexpr int kUnroll = kWidth == 1 ? 8 : 64 / (kWidth * kBytes<Source>);
+  // Enough loads before the first use to keep the memory busy: 64 bytes of each thread, or eight narrow packets.
+  constexpr int kUnroll = kWidth * kBytes<Source> < 8 ? 8 : 64 / (kWidth * kBytes<Source>);
   for (int first = int(threadIdx.x); first < num_packets; first += kUnroll * kThreads) {
-    Packet<Source, kWidth> packets[kUnroll];
+    // Without a first value, a packet that is not loaded would keep its registers from the loops before this one.
+    Packet<Source, kWidth> packets[kUnroll] = {};
     int elements[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -83,17 +84,43 @@ DDP_COMPILE_INLINE void move_packets(
   }
 }
 
-// Single elements up to the destination's first 16-byte boundary, packets from there on if the source has one there
-// too, single elements at the end.
+// Elements of a run that are moved in packets.
+struct Body {
+  int begin;
+  int count;
+};
+
+// Moves packets of kWidth elements, from the first element on at which both sides are aligned for them. If there is
+// none, packets are narrower; if they would be single elements, nothing is moved.
+template <class Source, class Destination, int kWidth>
+DDP_COMPILE_INLINE Body move_body(const u8* from, u8* to, int count, const Move& move, Sums& sums) {
+  if constexpr (kWidth == 1) {
+    return {count, 0};
+  } else {
+    // Every kWidth-th of the smaller elements is aligned. The larger ones are aligned there too, or never together.
+    const u64 number = kBytes<Source> < kBytes<Destination> ? reinterpret_cast<u64>(from) / kBytes<Source>
+                                                            : reinterpret_cast<u64>(to) / kBytes<Destination>;
+    const int begin = int((0 - number) % kWidth);
+    const u8* first = from + begin * kBytes<Source>;
+    u8* place = to + begin * kBytes<Destination>;
+    if (begin > count || !is_aligned(first, Packet<Source, kWidth>::kAlignment) ||
+        !is_aligned(place, Packet<Destination, kWidth>::kAlignment)) {
+      // 32 bytes on one side need no other alignment than half of them.
+      constexpr int kNarrower = Packet<Source, kWidth>::kWords + Packet<Destination, kWidth>::kWords > 8 ? 4 : 2;
+      return move_body<Source, Destination, kWidth / kNarrower>(from, to, count, move, sums);
+    }
+    const int num_packets = (count - begin) / kWidth;
+    move_packets<Source, Destination, kWidth>(first, place, num_packets, 0, 0, move, sums);
+    return {begin, num_packets * kWidth};
+  }
+}
+
+// Packets, then the single elements before and after them.
 template <class Source, class Destination>
 DDP_COMPILE_INLINE void move_run(const u8* from, u8* to, int count, const Move& move, Sums& sums) {
   constexpr int kWidth = 16 / (kBytes<Source> < kBytes<Destination> ? kBytes<Source> : kBytes<Destination>);
-  int head = int((16 - reinterpret_cast<u64>(to) % 16) % 16) / kBytes<Destination>;
-  if (head > count || !is_aligned(from + head * kBytes<Source>)) head = count;
-  const int num_packets = (count - head) / kWidth;
-  const int body = num_packets * kWidth;
-  move_packets<Source, Destination, kWidth>(from, to, num_packets, 0, head, move, sums);
-  move_packets<Source, Destination, 1>(from, to, count - body, head, body, move, sums);
+  const Body body = move_body<Source, Destination, kWidth>(from, to, count, move, sums);
+  move_packets<Source, Destination, 1>(from, to, count - body.count, body.begin, body.count, move, sums);
 }
 
 template <class Source, class Destination, int kTensors>

@@ -8,17 +8,22 @@ namespace ddp_compile {
 template <class T>
 constexpr int kBytes = int(sizeof(typename T::Bits));
 
-// kWidth elements, 16 or 32 bytes, in 16-byte aligned memory.
+// kWidth elements, 4 to 32 bytes, at a multiple of kAlignment.
 template <class T, int kWidth>
 struct Packet {
   static constexpr int kWords = kWidth * kBytes<T> / 4;
+  static constexpr int kAlignment = kWords < 4 ? 4 * kWords : 16;
   u32 words[kWords];
 
   DDP_COMPILE_INLINE void load(const u8* from) {
+    if constexpr (kWords == 1) load_word(from, words);
+    if constexpr (kWords == 2) load_pair(from, words);
 #pragma unroll
     for (int quad = 0; quad < kWords / 4; ++quad) load_quad(from + 16 * quad, words + 4 * quad);
   }
   DDP_COMPILE_INLINE void store(u8* to) const {
+    if constexpr (kWords == 1) store_word(to, words);
+    if constexpr (kWords == 2) store_pair(to, words);
 #pragma unroll
     for (int quad = 0; quad < kWords / 4; ++quad) store_quad(to + 16 * quad, words + 4 * quad);
   }
@@ -55,7 +60,9 @@ struct Packet<T, 1> {
   DDP_COMPILE_INLINE void encode(const float (&values)[1]) { bits = T::encode(values[0]); }
 };
 
-DDP_COMPILE_INLINE bool is_aligned(const u8* address) { return reinterpret_cast<u64>(address) % 16 == 0; }
+DDP_COMPILE_INLINE bool is_aligned(const u8* address, int alignment = 16) {
+  return reinterpret_cast<u64>(address) % alignment == 0;
+}
 
 // Combines the values of all threads of a block, always in the same order. Only thread 0 gets the result.
 template <class V>
