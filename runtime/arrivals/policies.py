@@ -193,7 +193,11 @@ class StaticGraph(UnusedAllowed):
         return expected is not None and arrivals[index] >= expected[index]
 
     def absent_at_the_end(self, missing: Set[int]) -> Set[int] | None:
-        return self._never_coming(self._set.iteration.arrivals) if self._expected is None else None
+        arrivals = self._set.iteration.arrivals
+        if self._expected is None:
+            return self._never_coming(arrivals)
+        # Several reentrant checkpoints over one weight bring one gradient if they are compiled as one graph.
+        return frozenset() if all(arrivals[index] for index in missing) else None
 
     def refuse_shadow(self) -> None:
         if self._expected is None:
