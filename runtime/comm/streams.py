@@ -140,6 +140,14 @@ def current(device: torch.device) -> Stream | None:
     return backend.current(device) if backend.has_streams(device) else None
 
 
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, it is the current device, to which NCCL sends objects and barriers; of a CPU there is only one.
+
+    A user who has not called ``torch.cuda.set_device`` has the same current device on all ranks.
+    """
+    return torch.accelerator.device_index(device.index)
+
+
 def record(device: torch.device) -> Event:
     """An event after all work queued so far on the current stream of a device."""
     if not backend.has_streams(device):

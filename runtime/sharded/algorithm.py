@@ -124,7 +124,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._gradients.replace(gradients)
         self._reader.buckets = ()
         if together:
-            close_groups(self._own_groups, self._process_group)
+            close_groups(self._own_groups, self._process_group, self._parameters[0].device)
 
     def refuse_missing_steps(self) -> None:
         """See `Sharding.refuse_missing_steps`."""

@@ -97,6 +97,7 @@ class ShardedBucket:
         self._offsets = [offset // element_size for offset in self.spec.byte_offsets]
         numel = self.spec.num_bytes // element_size
         padded = self.cut.shard_numel * transfers.world_size if self.cut.is_even else numel
+        bucket.reserve(padded)  # so that no collective needs a padded copy
         with torch.no_grad(), torch.inference_mode(False):
             first = self.parameters[0]
             self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)

@@ -64,8 +64,9 @@ def train(rank: int, name: str, device: str) -> dict[str, Tensor]:
     else:
         before, side = torch.accelerator.current_stream(), torch.Stream(device)
         side.wait_stream(before)
-        with side:
-            steps(model, optimizer, rank, device)
+        torch.accelerator.set_stream(side)
+        steps(model, optimizer, rank, device)
+        torch.accelerator.set_stream(before)
         before.wait_stream(side)
     early = len(model._ddp_compile_state.reducer.early_buckets)
     return {**{key: value.cpu() for key, value in model.state_dict().items()}, "early": torch.tensor(early)}
