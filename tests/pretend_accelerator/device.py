@@ -1,0 +1,125 @@
+"""The pretend accelerator: the device ``acc`` and the process group backend ``accl``, for processes without one.
+
+`load` registers both in this process, for good: `torch.accelerator` finds the device from then on, and autograd has
+threads for it. So it must come before the first backward, and not in a process that runs other tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import compiled_device
+import torch
+import torch.distributed as dist
+
+DEVICE = "acc"
+BACKEND = "accl"
+#: For `torch.distributed.init_process_group`.
+BACKENDS = f"cpu:gloo,{DEVICE}:{BACKEND}"
+
+
+def load(num_devices: int = 2, has_stream_interface: bool = True) -> Any:
+    """Compile the device if need be, and register it and its backend.
+
+    Args:
+        num_devices: Number of devices in this process.
+        has_stream_interface: Whether ``torch.acc`` has ``Stream``, ``Event``, ``current_stream`` and ``stream``, as
+            ``torch.cuda`` does. Without them streams can be reached by `torch.accelerator` and `torch.Stream` only, as
+            those of torch's own reference device.
+
+    Returns:
+        The extension module. ``counts()`` has numbers of host waits, poisoned blocks and calls of record_stream;
+        ``set_longest_pause(microseconds)`` limits the pauses before copies and collectives; ``occupy(stream,
+        milliseconds)`` keeps a stream busy.
+    """
+    folder = str(compiled_device.folder())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    extension = importlib.import_module(compiled_device.MODULE)
+    extension.set_num_devices(num_devices)
+    extension.register_hooks()
+    torch._register_device_module(DEVICE, _device_module(extension, has_stream_interface))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[DEVICE])
+    return extension
+
+
+def _make_group(options: Any, _backend_options: object) -> Any:
+    store = dist.PrefixStore(BACKEND, options.store)
+    gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
+    return importlib.import_module(compiled_device.MODULE).Group(gloo, options.group_rank, options.group_size)
+
+
+def _device_module(extension: Any, has_stream_interface: bool) -> types.ModuleType:
+    """``torch.acc``."""
+    module: Any = types.ModuleType(f"torch.{DEVICE}")
+
+    def index_of(device: Any = None) -> int:
+        if isinstance(device, int):
+            return device
+        index = None if device is None else torch.device(device).index
+        return extension.current_device() if index is None else index
+
+    class device:  # noqa: N801  # as torch.cuda.device
+        """Inside, another device is the current one."""
+
+        def __init__(self, device: Any) -> None:
+            self._index, self._previous = index_of(device), -1
+
+        def __enter__(self) -> None:
+            self._previous = torch.accelerator.current_device_index()
+            torch.accelerator.set_device_index(self._index)
+
+        def __exit__(self, *_: object) -> None:
+            torch.accelerator.set_device_index(self._previous)
+
+    module.device = device
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module._lazy_init = lambda: None
+    module.device_count = extension.num_devices
+    module.current_device = extension.current_device
+    module.set_device = lambda device: torch.accelerator.set_device_index(index_of(device))
+    module.synchronize = lambda device=None: torch.accelerator.synchronize(index_of(device))
+    # Random operators run on the CPU.
+    module.manual_seed = module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    if has_stream_interface:
+        _add_stream_interface(module, index_of)
+    return module
+
+
+def _add_stream_interface(module: Any, index_of: Any) -> None:
+    class Stream(torch.Stream):
+        """A stream of the current device, or of another one."""
+
+        def __new__(cls, device: Any = None, **kwargs: Any) -> Stream:
+            if kwargs:
+                return super().__new__(cls, **kwargs)
+            return super().__new__(cls, torch.device(DEVICE, index_of(device)))
+
+    def current_stream(device: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream(index_of(device))
+
+    @contextmanager
+    def stream(to: torch.Stream) -> Iterator[None]:
+        device, previous = torch.accelerator.current_device_index(), current_stream(to.device)
+        torch.accelerator.set_stream(to)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(previous)
+            torch.accelerator.set_device_index(device)
+
+    module.Stream = Stream
+    module.Event = lambda enable_timing=False: torch.Event(DEVICE, enable_timing=enable_timing)
+    module.current_stream = current_stream
+    module.stream = stream
