@@ -77,7 +77,7 @@ def parts(device: str, folder: Path) -> list[Part]:
         def counted() -> Starts:
             return replace(starts, tests=count_tests(*arguments))
 
-        command = [*PYTEST, f"--timeout={limit_s // 3}", *arguments]
+        command = [*PYTEST, f"--timeout={limit_s // 2}", *arguments]
         return Part(
             name=name, command=command, limit_s=limit_s, starts=counted, figures=test_results, missing=no_pytest
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(ACCELERATOR is None, reason="n
 
 WIDTH = 64
 NUM_LAYERS = 4
+#: For all ways on one device.
+LIMIT_S = 90.0
 GRAPHS = "CUDA graphs"
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -36,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def train_all(rank: int, folder: str, device: str) -> None:
     """Every way, one after the other, since processes take longer to start than to train; each leaves its result."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # where a rank hangs; what came before has its result
     torch.set_num_threads(1)
     store = f"file://{folder}/store_{device}"
     limit = timedelta(seconds=60)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -202,3 +204,19 @@ def test_rehearsal_on_a_cpu_without_optional_packages(tmp_path: Path, monkeypatc
     assert record["outcome"] == "FAILED: no test ran, all were skipped"
     assert record["figures"]["skipped"] > 15 and record["figures"]["failed_tests"] == []
     assert {"python", "torch", "cuda"} <= set(record["versions"]) and record["device"] and record["commit"]
+
+
+@pytest.mark.long
+def test_rehearsal_on_the_pretend_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks train on a device that torch finds by an entry point, as those of vendors; what needs CUDA is skipped."""
+    entry_points = tmp_path / "pretend-1.dist-info" / "entry_points.txt"
+    entry_points.parent.mkdir()
+    entry_points.write_text("[torch.backends]\nacc = device:load\n")
+    (entry_points.parent / "METADATA").write_text("Metadata-Version: 2.1\nName: pretend\nVersion: 1\n")
+    folders = (tmp_path, ROOT / "tests" / "pretend_accelerator")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    words = ["--device", "cpu", "--part", "training_tests", "--output", str(tmp_path)]
+    done = subprocess.run([sys.executable, "benchmarks/gpu_check.py", *words], cwd=ROOT, capture_output=True, text=True)
+    record = json.loads((tmp_path / "training_tests.json").read_text())
+    assert done.returncode == 0, done.stdout
+    assert record["outcome"].startswith("passed") and record["figures"]["passed"] == 9
