@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rank_pool import RankFailure
 
 WORLD_SIZE = 2
-CALL_TIMEOUT_S = 200.0
+CALL_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 40.0
 
 
@@ -117,7 +117,7 @@ def _serve(rank: int, connection: Connection) -> None:
 
 
 def _call(rank: int, function: Any, args: Any, store: str) -> Any:
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(WORLD_SIZE)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group(
         device.BACKENDS, store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE, timeout=timeout
