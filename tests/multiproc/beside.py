@@ -36,7 +36,7 @@ def made_on(device: str, make: Callable[[], nn.Module]) -> nn.Module:
 def pair(
     make: Callable[[], nn.Module], both: dict[str, Any] | None = None, device: str = "cpu", **settings: Any
 ) -> tuple[Any, Any]:
-    """Ours on a device and DistributedDataParallel's on the CPU, with equal parameters; ``both`` are settings of both."""
+    """Ours, and DistributedDataParallel's on the CPU, with equal parameters; ``both`` are settings of both."""
     ours = ddp_compile(made_on(device, make), **{"backend": "aot_eager", **(both or {}), **settings})
     return ours, DistributedDataParallel(seeded(make), **(both or {}))
 

@@ -42,20 +42,24 @@ def load(num_devices: int = 2, has_stream_interface: bool = True) -> Any:
     if folder not in sys.path:
         sys.path.append(folder)
     torch.utils.rename_privateuse1_backend(DEVICE)
-    extension = importlib.import_module(compiled_device.MODULE)
-    extension.set_num_devices(num_devices)
-    extension.register_hooks()
-    torch._register_device_module(DEVICE, _device_module(extension, has_stream_interface))
+    extension().set_num_devices(num_devices)
+    extension().register_hooks()
+    torch._register_device_module(DEVICE, _device_module(extension(), has_stream_interface))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[DEVICE])
     _register_convolutions()
-    return extension
+    return extension()
+
+
+def extension() -> Any:
+    """The extension module, after `load`."""
+    return importlib.import_module(compiled_device.MODULE)
 
 
 def _make_group(options: Any, _backend_options: object) -> Any:
     store = dist.PrefixStore(BACKEND, options.store)
     gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
-    return importlib.import_module(compiled_device.MODULE).Group(gloo, options.group_rank, options.group_size)
+    return extension().Group(gloo, options.group_rank, options.group_size)
 
 
 def _register_convolutions() -> None:
@@ -93,7 +97,7 @@ def _device_module(extension: Any, has_stream_interface: bool) -> types.ModuleTy
         index = None if device is None else torch.device(device).index
         return extension.current_device() if index is None else index
 
-    class device:  # noqa: N801  # as torch.cuda.device
+    class device:
         """Inside, another device is the current one."""
 
         def __init__(self, device: Any) -> None:

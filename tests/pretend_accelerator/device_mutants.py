@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import device
+import torch
 import torch.distributed as dist
 from device_programs import PLACEMENTS, PROGRAMS, Where, largest_difference, placed
 from torch import Tensor
@@ -84,23 +86,14 @@ def sites_of(name: str, placement: str) -> set[Site]:
 
 def is_noticed(name: str, placement: str, ignored: Site) -> bool:
     """Whether the parameters are wrong on this rank, or the program raises, without what the site does."""
-    import pretend_accelerator_C
-
     program = PROGRAMS[name]
-    with placed(PLACEMENTS["default stream"]):
-        expected = program.run(Where(_cpu(), program.expected == "one process"))
-    pretend_accelerator_C.set_longest_pause(LONGEST_PAUSE_US)
+    expected = program.run(Where(torch.device("cpu"), program.expected == "one process"))
+    device.extension().set_longest_pause(LONGEST_PAUSE_US)
     try:
         with watched(ignored), placed(PLACEMENTS[placement]) as where:
             found = program.run(where)
     except Exception:
         return True
     finally:
-        pretend_accelerator_C.set_longest_pause(500)
+        device.extension().set_longest_pause(500)
     return largest_difference(found, expected) > program.tolerance
-
-
-def _cpu() -> Any:
-    import torch
-
-    return torch.device("cpu")

@@ -1,7 +1,7 @@
 """Two ranks that have the pretend accelerator, in processes that run nothing else.
 
-They are copies of a process that has imported torch and loaded the device, but not run a backward: the number of threads
-of autograd's engine is that of devices which it found in the first one. So the copies of `process_copies` won't do.
+They are copies of a process that has imported torch and loaded the device, but has run no backward: in the first one
+autograd's engine counts the devices, and makes a thread for each. So the copies of `process_copies` will not do.
 """
 
 from __future__ import annotations

@@ -102,9 +102,7 @@ def test_gradients_are_exact_if_graphs_are_cut(device_ranks: DeviceRanks, way: s
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_streams_are_reached_by_torch_accelerator_alone(
-    ranks_without_stream_interface: DeviceRanks, name: str
-) -> None:
+def test_streams_are_reached_by_torch_accelerator_alone(ranks_without_stream_interface: DeviceRanks, name: str) -> None:
     """``torch.acc`` has no streams and events of its own, as torch's reference device has none."""
     for difference in ranks_without_stream_interface.run(perform, name, "side stream"):
         assert difference <= PROGRAMS[name].tolerance
