@@ -35,8 +35,8 @@ def load(num_devices: int = 2, has_stream_interface: bool = True) -> Any:
 
     Returns:
         The extension module. ``counts()`` has numbers of host waits, poisoned blocks and calls of record_stream;
-        ``set_longest_pause(microseconds)`` limits the pauses before copies and collectives; ``occupy(stream,
-        milliseconds)`` keeps a stream busy.
+        ``set_pauses(longest_us, one_of)`` lets streams pause before one of so many tasks, by default 500 us at most
+        before every eighth; ``occupy(stream, milliseconds)`` keeps a stream busy.
     """
     folder = str(compiled_device.folder())
     if folder not in sys.path:
@@ -49,6 +49,26 @@ def load(num_devices: int = 2, has_stream_interface: bool = True) -> Any:
     dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[DEVICE])
     _register_convolutions()
     return extension()
+
+
+def register_with_inductor() -> None:
+    """Let inductor compile for the device. `torch._inductor.config.fallback_by_default` must be on meanwhile.
+
+    The device's operators are then started one by one. Kernels of inductor's own would run on the CPU at once, in the
+    order of no stream.
+    """
+    from torch._dynamo.device_interface import CpuInterface, register_interface_for_device
+    from torch._inductor.codegen import common
+    from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    class Interface(CpuInterface):
+        """Says nothing of streams, since generated code enters none."""
+
+    common.register_backend_for_device(DEVICE, CppScheduling, PythonWrapperCodegen)
+    common.register_device_op_overrides(DEVICE, common.DeviceOpOverrides())
+    for name in (DEVICE, *(f"{DEVICE}:{index}" for index in range(extension().num_devices()))):
+        register_interface_for_device(name, Interface)
 
 
 def extension() -> Any:

@@ -20,8 +20,8 @@ from ddp_compile.runtime.comm import streams
 ROOT = Path(__file__).resolve().parents[2]
 #: Files that only pass on what others ask for.
 _PASSED_THROUGH = {"streams.py", "transfers.py"}
-#: Long enough that who does not wait is too early on a busy machine too.
-LONGEST_PAUSE_US = 4000
+#: Before each operator and collective, so that who does not wait is too early.
+PAUSES = (3000, 1)
 
 
 class Site(NamedTuple):
@@ -88,12 +88,12 @@ def is_noticed(name: str, placement: str, ignored: Site) -> bool:
     """Whether the parameters are wrong on this rank, or the program raises, without what the site does."""
     program = PROGRAMS[name]
     expected = program.run(Where(torch.device("cpu"), program.expected == "one process"))
-    device.extension().set_longest_pause(LONGEST_PAUSE_US)
+    device.extension().set_pauses(*PAUSES)
     try:
         with watched(ignored), placed(PLACEMENTS[placement]) as where:
             found = program.run(where)
     except Exception:
         return True
     finally:
-        device.extension().set_longest_pause(500)
+        device.extension().set_pauses(500, 8)
     return largest_difference(found, expected) > program.tolerance

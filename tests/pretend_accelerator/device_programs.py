@@ -17,6 +17,7 @@ import device
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from ddp_compile import comm_hooks, ddp_compile, shard_optimizer
@@ -289,6 +290,15 @@ def measured(where: Where) -> Parameters:
     return values(model)
 
 
+def with_inductor(where: Where, **settings: Any) -> Parameters:
+    """Whose generated code starts the device's operators."""
+    if where.device.type == "cpu":
+        return train(where)
+    device.register_with_inductor()
+    with inductor_config.patch(fallback_by_default=True):
+        return train(where, backend="inductor", **settings)
+
+
 def without_dlpack(where: Where, is_sharded: bool = False) -> Parameters:
     def refuse(tensor: Tensor) -> object:
         raise BufferError(f"Cannot pack tensors on {tensor.device}")
@@ -411,6 +421,9 @@ PROGRAMS = {
     "sharded, grad scaler": Program(partial(with_grad_scaler, is_sharded=True), tolerance=1e-3),
     "sharded, read on another stream": Program(evaluated_between, tolerance=1e-5),
     "sharded Muon": Program(with_muon, tolerance=1e-4),
+    "inductor": Program(with_inductor, tolerance=1e-5),
+    "inductor, regions": Program(partial(with_inductor, regions=[Block]), tolerance=1e-5),
+    "inductor, sharded": Program(partial(with_inductor, is_sharded=True), tolerance=1e-5),
     "without DLPack": Program(without_dlpack),
     "sharded, without DLPack": Program(partial(without_dlpack, is_sharded=True)),
     "steady": Program(steady),

@@ -309,7 +309,10 @@ PYBIND11_MODULE(pretend_accelerator_C, m) {
   });
   m.def("num_devices", [] { return int(num_devices); });
   m.def("current_device", [] { return int(current.device); });
-  m.def("set_longest_pause", [](int microseconds) { longest_pause_us = microseconds; });
+  m.def("set_pauses", [](int longest_us, int one_of) {
+    longest_pause_us = longest_us;
+    tasks_per_pause = std::max(1, one_of);
+  });
   m.def("counts", [] {
     return std::map<std::string, int64_t>{
         {"host_waits", num_host_waits}, {"poisoned", num_poisoned}, {"recorded", num_recorded}};
