@@ -12,7 +12,8 @@ from unittest.mock import patch
 import device
 import torch
 import torch.distributed as dist
-from device_programs import PLACEMENTS, PROGRAMS, Where, largest_difference, placed
+from device_places import PLACEMENTS, Where, placed
+from device_programs import PROGRAMS, largest_difference
 from torch import Tensor
 
 from ddp_compile.runtime.comm import streams

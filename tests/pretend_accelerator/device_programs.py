@@ -6,21 +6,22 @@ batch or, if ranks do something else than average gradients, from the same progr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import device
 import torch
 import torch.distributed as dist
+from device_places import PLACEMENTS, WIDTH, Side, Where, batch_of, placed
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ddp_compile import comm_hooks, ddp_compile, shard_optimizer
+from ddp_compile import comm_hooks, shard_optimizer
 from ddp_compile.algorithms import (
     AsyncModelAverage,
     ByteGrad,
@@ -32,48 +33,9 @@ from ddp_compile.algorithms import (
 )
 from ddp_compile.optim import QAdam
 
-WIDTH, ROWS, NUM_STEPS = 24, 4, 7
-CAP_MB = 0.003  # a block each
+NUM_STEPS = 7
 
 Parameters = list[Tensor]
-
-
-class Placement(NamedTuple):
-    """Where each rank trains: always on the device whose index is its rank."""
-
-    is_on_side_stream: bool
-    is_device_set: bool  #: whether that device is the current one; otherwise device 0 is
-
-
-PLACEMENTS = {
-    "default stream": Placement(is_on_side_stream=False, is_device_set=True),
-    "side stream": Placement(is_on_side_stream=True, is_device_set=True),
-    "device not set": Placement(is_on_side_stream=False, is_device_set=False),
-    "side stream, device not set": Placement(is_on_side_stream=True, is_device_set=False),
-}
-
-
-@dataclass
-class Where:
-    """A device to train on; on CPU ranks and in one process models are not compiled."""
-
-    device: torch.device
-    is_alone: bool = False  #: one process, which has the batches of all ranks
-
-    def replicate(self, module: nn.Module, **settings: Any) -> Any:
-        if self.is_alone:
-            return module
-        backend = "aot_eager" if self.device.type != "cpu" else "eager"
-        return ddp_compile(module, **{"backend": backend, "bucket_cap_mb": CAP_MB, **settings})
-
-    def batches(self, number: int) -> list[Tensor]:
-        """This rank's, or those of all ranks."""
-        ranks = range(dist.get_world_size()) if self.is_alone else [dist.get_rank()]
-        return [_batch(number, rank).to(self.device) for rank in ranks]
-
-
-def _batch(number: int, rank: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
 class Block(nn.Module):
@@ -247,7 +209,7 @@ def evaluated_between(where: Where) -> Parameters:
         loss_of(model, where.batches(step)).backward()
         optimizer.step()
         with other.after_current(), torch.no_grad():
-            sums.append(sum(model(_batch(-1, rank).to(where.device)).sum() for rank in range(dist.get_world_size())))
+            sums.append(sum(model(batch_of(-1, rank).to(where.device)).sum() for rank in range(dist.get_world_size())))
             torch._foreach_lerp_(averaged, list(model.parameters()), 0.5)
         other.before_current()
     return [*values(model), *(average.cpu() for average in averaged), *(each.cpu() for each in sums)]
@@ -327,35 +289,6 @@ def steady(where: Where, is_sharded: bool = False, **settings: Any) -> Parameter
 
 def host_waits() -> int:
     return device.extension().counts()["host_waits"]
-
-
-class Side:
-    """A stream beside the current one; nothing on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
-
-    @contextmanager
-    def after_current(self) -> Iterator[None]:
-        """Inside, it is the current one, after waiting for the one that was."""
-        if self._stream is None:
-            yield
-            return
-        index, previous = torch.accelerator.current_device_index(), torch.accelerator.current_stream(self._device)
-        self._stream.wait_stream(previous)
-        torch.accelerator.set_stream(self._stream)
-        torch.accelerator.set_device_index(index)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(previous)
-            torch.accelerator.set_device_index(index)
-
-    def before_current(self) -> None:
-        """The current one waits for it."""
-        if self._stream is not None:
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
 @dataclass(frozen=True)
@@ -439,17 +372,6 @@ def perform(name: str, placement: str) -> float:
     with placed(PLACEMENTS[placement]) as where:
         found = program.run(where)
     return largest_difference(found, expected)
-
-
-@contextmanager
-def placed(placement: Placement) -> Iterator[Where]:
-    own = torch.device(device.DEVICE, dist.get_rank())
-    torch.accelerator.set_device_index(own.index if placement.is_device_set else 0)
-    side = Side(own)
-    with side.after_current() if placement.is_on_side_stream else nullcontext():
-        yield Where(own)
-    side.before_current()
-    torch.accelerator.synchronize(own)
 
 
 def largest_difference(found: Parameters, expected: Parameters) -> float:

@@ -19,10 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import device
+import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankFailure
 
+#: The device is written for this torch's internal interfaces, which change from release to release.
+PINNED = (Path(__file__).parents[2] / "requirements" / "torch.txt").read_text().split("torch==")[1].strip()
+needs_pinned_torch = pytest.mark.skipif(
+    torch.__version__.split("+")[0] != PINNED, reason=f"the pretend accelerator is written for torch {PINNED}"
+)
 WORLD_SIZE = 2
 CALL_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 40.0

@@ -1,6 +1,6 @@
 """Without one of these waits, events or reports of used memory, training on the pretend accelerator comes to nothing.
 
-`tests/races` proves that each such place of the sources is needed. These are the ones whose absence shows in parameters.
+`tests/races` proves that each such place of the sources is needed. These are those whose absence shows in parameters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 from device_mutants import Site, is_noticed, sites_of
-from device_ranks import DeviceRanks
+from device_ranks import DeviceRanks, needs_pinned_torch
+
+pytestmark = needs_pinned_torch
 
 NOTICED: dict[str, list[Site]] = {}
 PLACEMENT = "side stream"

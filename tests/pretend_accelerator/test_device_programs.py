@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from device_programs import PLACEMENTS, PROGRAMS, perform, placed
-from device_ranks import DeviceRanks
+from device_places import PLACEMENTS, placed
+from device_programs import PROGRAMS, perform
+from device_ranks import DeviceRanks, needs_pinned_torch
 from in_ci import only
 from ways_to_train import NEVER, WAYS, Trained, train
 
-# The most demanding placement; `test_streams_of_torch_accelerator` has the others' streams, and the default one.
+pytestmark = needs_pinned_torch
+
+# The most demanding placement. "default stream" is what most people have.
 HARDEST = "side stream, device not set"
 # Of the others, one of these uses the same streams, or tests/races has them in CI.
 IN_CI = [
@@ -31,6 +34,8 @@ IN_CI = [
     "sharded, grad scaler",
     "sharded, read on another stream",
     "sharded Muon",
+    "inductor, regions",
+    "without DLPack",
     "steady, sharded",
 ]
 WAYS_IN_CI = [
