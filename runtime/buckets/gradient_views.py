@@ -174,7 +174,7 @@ def with_own_storage(place: Tensor) -> Tensor:
     try:
         # By a capsule, since `from_dlpack(place)` does not know the names that vendors give to their devices. Neither
         # stream has to wait: it is the same.
-        shared = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(place))
+        shared = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(place))  # type: ignore[attr-defined]
     except (BufferError, RuntimeError):
         return place.data
     # DLPack may invent strides for dimensions of one element. A view would use the storage as well, so make no view.

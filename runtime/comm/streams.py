@@ -57,7 +57,7 @@ class Backend:
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        # Not `with stream`: torch.Stream remembers in itself what was current, for one thread, and once before torch 2.12.
+        # Not `with stream`: a torch.Stream holds what it replaced, for one thread only, and once before torch 2.12.
         device, previous = torch.accelerator.current_device_index(), self.current(stream.device)
         torch.accelerator.set_stream(stream)  # and makes its device the current one
         try:

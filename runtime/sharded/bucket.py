@@ -180,6 +180,7 @@ class ShardedBucket:
                     " copy.load_state_dict(model.state_dict()); p.data = p.data.clone() undoes it"
                 )
             with torch.no_grad():
+                streams.used_here([parameter.detach()])  # it is freed, and may come from another stream
                 place.copy_(parameter)
                 parameter.data = with_own_storage(place)
                 self._addresses[i] = parameter.data_ptr()
@@ -271,6 +272,7 @@ class ShardedBucket:
 
     def leave(self) -> None:
         """Give the parameters memory of their own again."""
+        streams.used_here([self.flat])
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import compiled_device
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 
 DEVICE = "acc"
 BACKEND = "accl"
@@ -34,26 +35,76 @@ def load(num_devices: int = 2, has_stream_interface: bool = True) -> Any:
 
     Returns:
         The extension module. ``counts()`` has numbers of host waits, poisoned blocks and calls of record_stream;
-        ``set_longest_pause(microseconds)`` limits the pauses before copies and collectives; ``occupy(stream,
-        milliseconds)`` keeps a stream busy.
+        ``set_pauses(longest_us, one_of)`` lets streams pause before one of so many tasks, by default 500 us at most
+        before every eighth; ``occupy(stream, milliseconds)`` keeps a stream busy.
     """
     folder = str(compiled_device.folder())
     if folder not in sys.path:
         sys.path.append(folder)
     torch.utils.rename_privateuse1_backend(DEVICE)
-    extension = importlib.import_module(compiled_device.MODULE)
-    extension.set_num_devices(num_devices)
-    extension.register_hooks()
-    torch._register_device_module(DEVICE, _device_module(extension, has_stream_interface))
+    extension().set_num_devices(num_devices)
+    extension().register_hooks()
+    torch._register_device_module(DEVICE, _device_module(extension(), has_stream_interface))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[DEVICE])
-    return extension
+    _register_convolutions()
+    return extension()
+
+
+def register_with_inductor() -> None:
+    """Let inductor compile for the device. `torch._inductor.config.fallback_by_default` must be on meanwhile.
+
+    The device's operators are then started one by one. Kernels of inductor's own would run on the CPU at once, in the
+    order of no stream.
+    """
+    from torch._dynamo.device_interface import CpuInterface, register_interface_for_device
+    from torch._inductor.codegen import common
+    from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    class Interface(CpuInterface):
+        """Says nothing of streams, since generated code enters none."""
+
+    common.register_backend_for_device(DEVICE, CppScheduling, PythonWrapperCodegen)
+    common.register_device_op_overrides(DEVICE, common.DeviceOpOverrides())
+    for name in (DEVICE, *(f"{DEVICE}:{index}" for index in range(extension().num_devices()))):
+        register_interface_for_device(name, Interface)
+
+
+def extension() -> Any:
+    """The extension module, after `load`."""
+    return importlib.import_module(compiled_device.MODULE)
 
 
 def _make_group(options: Any, _backend_options: object) -> Any:
     store = dist.PrefixStore(BACKEND, options.store)
     gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
-    return importlib.import_module(compiled_device.MODULE).Group(gloo, options.group_rank, options.group_size)
+    return extension().Group(gloo, options.group_rank, options.group_size)
+
+
+def _register_convolutions() -> None:
+    """torch has a hook for these on devices of vendors, and no way back to the CPU."""
+
+    def on_cpu(name: str) -> Callable[..., Any]:
+        operator = getattr(torch.ops.aten, name)
+
+        def run(*args: Any) -> Any:
+            device = args[0].device
+            results = operator(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
+            return pytree.tree_map_only(torch.Tensor, lambda result: result.to(device), results)
+
+        return run
+
+    def backward(*args: Any) -> Any:
+        *tensors_and_strides, mask = args
+        return on_cpu("convolution_backward")(*tensors_and_strides[:3], None, *tensors_and_strides[3:], mask)
+
+    _library.impl("convolution_overrideable", on_cpu("convolution"), "PrivateUse1")
+    _library.impl("convolution_backward_overrideable", backward, "PrivateUse1")
+
+
+#: What it registers lasts as long as it does.
+_library = torch.library.Library("aten", "IMPL")
 
 
 def _device_module(extension: Any, has_stream_interface: bool) -> types.ModuleType:
@@ -66,7 +117,7 @@ def _device_module(extension: Any, has_stream_interface: bool) -> types.ModuleTy
         index = None if device is None else torch.device(device).index
         return extension.current_device() if index is None else index
 
-    class device:  # noqa: N801  # as torch.cuda.device
+    class device:
         """Inside, another device is the current one."""
 
         def __init__(self, device: Any) -> None:

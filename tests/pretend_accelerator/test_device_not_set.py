@@ -32,7 +32,7 @@ def train(model: Any, optimizer: Any, device: torch.device) -> None:
 
 
 def use_objects(device: torch.device) -> None:
-    """Everything that sends objects, or meets the other ranks at a barrier, over a group that has no backend for CPUs."""
+    """Everything that sends objects, or waits at a barrier, over a group without a backend for CPUs."""
     group = dist.new_group(backend="accl")
 
     def replicate(**settings: Any) -> tuple[Any, torch.optim.Optimizer]:

@@ -208,7 +208,7 @@ def test_rehearsal_on_a_cpu_without_optional_packages(tmp_path: Path, monkeypatc
 
 @pytest.mark.long
 def test_rehearsal_on_the_pretend_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks train on a device that torch finds by an entry point, as those of vendors; what needs CUDA is skipped."""
+    """Two ranks train on a device that torch finds by an entry point, as vendors'; what needs CUDA is skipped."""
     entry_points = tmp_path / "pretend-1.dist-info" / "entry_points.txt"
     entry_points.parent.mkdir()
     entry_points.write_text("[torch.backends]\nacc = device:load\n")

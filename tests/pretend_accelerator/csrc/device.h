@@ -66,8 +66,8 @@ void drain(c10::Stream stream);
 void drain_device(c10::DeviceIndex device);
 void host_waits_for(Moment& moment);
 
-// Pauses before tasks, up to this long: a fast stream must not hide that nobody waits for it.
-extern std::atomic<int> longest_pause_us;
+// Pauses before some tasks, one of so many and up to this long: a fast stream must not hide that nobody waits for it.
+extern std::atomic<int> longest_pause_us, tasks_per_pause;
 void pause();
 
 // How often the host waited because a caller needed it: synchronize(), item(), a copy to the CPU.

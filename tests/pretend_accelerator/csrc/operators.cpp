@@ -10,6 +10,7 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
@@ -128,22 +129,113 @@ void record_stream(at::Tensor& self, c10::Stream stream) { used_on(self.storage(
 
 // All other operators.
 
-void note_device(const c10::IValue& value, std::set<c10::DeviceIndex>& devices) {
-  if (value.isTensor() && value.toTensor().is_privateuseone()) {
-    devices.insert(value.toTensor().device().index());
-  } else if (value.isTensorList() || value.isOptionalTensorList()) {
-    for (const c10::IValue& each : value.toListRef()) note_device(each, devices);
-  } else if (value.isDevice() && value.toDevice().is_privateuseone()) {
-    devices.insert(index_of(value.toDevice()));
-  }
+bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
+
+// The values of tensors, on their own or in lists, changed by a function.
+template <class Change>
+c10::IValue with_tensors(const c10::IValue& value, Change change) {
+  if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(change(value.toTensor())) : value;
+  if (!value.isList()) return value;
+  auto list = value.toList().copy();
+  for (size_t i = 0; i < list.size(); ++i) list.set(i, with_tensors(c10::IValue(list.get(i)), change));
+  return list;
 }
 
-void run_on_cpu(const OperatorHandle& op, Stack* stack) {
+struct Arguments {
+  std::vector<c10::IValue> values;
   std::set<c10::DeviceIndex> devices;
-  for (const auto& argument : torch::jit::last(*stack, op.schema().arguments().size())) note_device(argument, devices);
-  for (auto device : devices) drain(current_stream(device));
-  c10::OptionalDeviceGuard guard;
-  if (devices.size() == 1) guard.reset_device(c10::Device(kType, *devices.begin()));
+
+  Arguments(const OperatorHandle& op, const Stack& stack) {
+    const auto last = torch::jit::last(stack, op.schema().arguments().size());
+    values.assign(last.begin(), last.end());
+    for (const auto& value : values) {
+      if (value.isDevice() && value.toDevice().is_privateuseone()) devices.insert(index_of(value.toDevice()));
+      with_tensors(value, [this](const at::Tensor& tensor) {
+        if (tensor.is_privateuseone()) devices.insert(tensor.device().index());
+        return tensor;
+      });
+    }
+  }
+
+  Stack changed(const std::function<at::Tensor(const at::Tensor&)>& change) const {
+    Stack result;
+    for (const auto& value : values) result.push_back(with_tensors(value, change));
+    return result;
+  }
+};
+
+// Whether an operator can run later: what it writes is said by its schema, and the host needs nothing of it at once.
+bool can_be_queued(const OperatorHandle& op, const Arguments& arguments) {
+  const auto& schema = op.schema();
+  if (arguments.devices.size() != 1 || op.hasTag(at::Tag::nondeterministic_seeded)) return false;
+  if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  for (const auto& argument : schema.arguments()) {
+    if (argument.kwarg_only() && writes(argument)) return false;  // out=, which may be resized
+    if (argument.type()->kind() == c10::TypeKind::DeviceObjType) return false;
+  }
+  for (const auto& value : arguments.values)
+    if (value.isDevice()) return false;  // makes or moves tensors
+  for (const auto& result : schema.returns()) {
+    const bool is_tensor = result.type()->kind() == c10::TypeKind::TensorType ||
+                           result.type()->isSubtypeOf(*c10::ListType::ofTensors());
+    if (!is_tensor || (result.alias_info() != nullptr && !writes(result))) return false;
+  }
+  return true;
+}
+
+at::Tensor on_meta(const at::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+}
+
+// What an operator returns: arguments that it writes, and new tensors, whose shapes a run on meta tensors tells.
+std::vector<c10::IValue> make_results(const OperatorHandle& op, const Arguments& arguments) {
+  const auto& schema = op.schema();
+  Stack shapes;
+  for (const auto& result : schema.returns()) {
+    if (writes(result) || !shapes.empty()) continue;
+    shapes = arguments.changed(on_meta);
+    op.callBoxed(&shapes);
+  }
+  std::vector<c10::IValue> results;
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    if (!writes(schema.returns()[i])) {
+      results.push_back(with_tensors(shapes[i], [](const at::Tensor& shape) {
+        return empty_strided(shape.sizes(), shape.strides(), shape.scalar_type(), {}, c10::Device(kType), {});
+      }));
+      continue;
+    }
+    for (size_t j = 0; j < schema.arguments().size(); ++j) {
+      const auto* alias = schema.arguments()[j].alias_info();
+      if (alias != nullptr && *alias == *schema.returns()[i].alias_info()) results.push_back(arguments.values[j]);
+    }
+  }
+  return results;
+}
+
+// The task reads and writes memory that it does not own, as a kernel does.
+void queue(const OperatorHandle& op, const Arguments& arguments, const std::vector<c10::IValue>& results) {
+  auto view = [](const at::Tensor& tensor) {
+    if (tensor.is_privateuseone()) return cpu_view(tensor);
+    return tensor.dim() == 0 ? tensor.clone() : tensor;  // numbers are given to a kernel by value
+  };
+  std::vector<c10::IValue> targets;
+  for (size_t i = 0; i < results.size(); ++i)
+    targets.push_back(writes(op.schema().returns()[i]) ? c10::IValue() : with_tensors(results[i], view));
+  enqueue(current_stream(*arguments.devices.begin()), [op, targets, stack = arguments.changed(view)]() mutable {
+    pause();
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    op.callBoxed(&stack);
+    for (size_t i = 0; i < targets.size(); ++i) {
+      if (targets[i].isTensor()) targets[i].toTensor().copy_(stack[i].toTensor());
+      if (!targets[i].isTensorList()) continue;
+      const auto to = targets[i].toTensorVector(), from = stack[i].toTensorVector();
+      for (size_t j = 0; j < to.size(); ++j) to[j].copy_(from[j]);
+    }
+  });
+}
+
+void run_now(const OperatorHandle& op, Stack* stack, const Arguments& arguments) {
+  for (auto device : arguments.devices) drain(current_stream(device));
   const bool was_in_fallback = std::exchange(is_in_fallback, true);
   try {
     at::native::cpu_fallback(op, stack);
@@ -152,6 +244,28 @@ void run_on_cpu(const OperatorHandle& op, Stack* stack) {
     throw;
   }
   is_in_fallback = was_in_fallback;
+}
+
+void run_on_cpu(const OperatorHandle& op, Stack* stack) {
+  const Arguments arguments(op, *stack);
+  c10::OptionalDeviceGuard guard;
+  if (arguments.devices.size() == 1) guard.reset_device(c10::Device(kType, *arguments.devices.begin()));
+  if (can_be_queued(op, arguments)) {
+    std::vector<c10::IValue> results;
+    bool are_known = true;
+    try {
+      results = make_results(op, arguments);
+    } catch (const c10::Error&) {  // no kernel for meta tensors, or an error that the CPU will raise too
+      are_known = false;
+    }
+    if (are_known) {
+      queue(op, arguments, results);
+      torch::jit::drop(*stack, arguments.values.size());
+      stack->insert(stack->end(), results.begin(), results.end());
+      return;
+    }
+  }
+  run_now(op, stack, arguments);
 }
 
 // Autocast: products in the lower precision, sums in float32, and everything else as it comes.

@@ -27,8 +27,8 @@ using c10d::ReduceOp;
 using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
-// Sends by gloo, and returns when that is over.
-using Transfer = std::function<void()>;
+// Starts to send by gloo, and returns what is to be waited for; or nothing if it is over.
+using Transfer = std::function<intrusive_ptr<Work>()>;
 
 std::mutex failure_mutex;
 std::string failure;  // of a collective that a stream has run, for the next call
@@ -65,14 +65,6 @@ struct StreamWork final : Work {
   Tensors outputs;
   intrusive_ptr<c10::ivalue::Future> future;
 };
-
-// gloo has no average.
-template <class Options>
-bool sum_instead_of_average(Options& options) {
-  const bool is_average = options.reduceOp == ReduceOp::AVG;
-  if (is_average) options.reduceOp = ReduceOp::SUM;
-  return is_average;
-}
 
 Tensors concatenated(const TensorLists& lists) {
   Tensors all;
@@ -111,36 +103,38 @@ struct Group final : c10d::Backend {
   intrusive_ptr<Work> endCoalescing() override {
     is_coalescing_ = false;
     auto transfers = std::exchange(coalesced_, {});
-    auto run_all = [transfers] {
-      for (auto& transfer : transfers) transfer();
+    // All begin before one is waited for: two ranks may each send first.
+    auto run_all = [transfers]() -> intrusive_ptr<Work> {
+      std::vector<intrusive_ptr<Work>> works;
+      for (auto& transfer : transfers) works.push_back(transfer());
+      for (auto& work : works)
+        if (work) work->wait();
+      return nullptr;
     };
     return launch({OpType::COALESCED, "accl:coalesced"}, std::exchange(coalesced_tensors_, {}), {}, run_all);
   }
 
   intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return launch({OpType::BROADCAST, "accl:broadcast", options.asyncOp}, tensors, tensors,
-                  [gloo = gloo_, views = flat_views(tensors), options]() mutable {
-                    gloo->broadcast(views, options)->wait();
-                  });
+                  [gloo = gloo_, views = flat_views(tensors), options]() mutable { return gloo->broadcast(views, options); });
   }
 
   intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return launch({OpType::ALLREDUCE, "accl:all_reduce", options.asyncOp}, tensors, tensors,
-                  [gloo = gloo_, views = flat_views(tensors), options] { all_reduce(*gloo, views, options); });
+                  [gloo = gloo_, views = flat_views(tensors), options] { return all_reduce(*gloo, views, options); });
   }
 
   intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     return launch({OpType::ALLREDUCE_COALESCED, "accl:all_reduce_coalesced", options.asyncOp}, tensors, tensors,
-                  [gloo = gloo_, views = flat_views(tensors), options] {
+                  [gloo = gloo_, views = flat_views(tensors), options]() -> intrusive_ptr<Work> {
                     for (auto& view : views) all_reduce(*gloo, {view}, options);
+                    return nullptr;
                   });
   }
 
   intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     return launch({OpType::REDUCE, "accl:reduce", options.asyncOp}, tensors, tensors,
-                  [gloo = gloo_, views = flat_views(tensors), options]() mutable {
-                    gloo->reduce(views, options)->wait();
-                  });
+                  [gloo = gloo_, views = flat_views(tensors), options]() mutable { return gloo->reduce(views, options); });
   }
 
   intrusive_ptr<Work> allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
@@ -148,7 +142,7 @@ struct Group final : c10d::Backend {
     all.push_back(inputs);
     return launch({OpType::ALLGATHER, "accl:all_gather", options.asyncOp}, concatenated(all), concatenated(outputs),
                   [gloo = gloo_, to = flat_views(outputs), from = flat_views(inputs), options]() mutable {
-                    gloo->allgather(to, from, options)->wait();
+                    return gloo->allgather(to, from, options);
                   });
   }
 
@@ -156,7 +150,7 @@ struct Group final : c10d::Backend {
                                       const c10d::AllgatherOptions& options) override {
     return launch({OpType::_ALLGATHER_BASE, "accl:_all_gather_base", options.asyncOp}, {output, input}, {output},
                   [gloo = gloo_, views = flat_views({output, input}), options]() mutable {
-                    gloo->_allgather_base(views[0], views[1], options)->wait();
+                    return gloo->_allgather_base(views[0], views[1], options);
                   });
   }
 
@@ -164,13 +158,14 @@ struct Group final : c10d::Backend {
                                            const c10d::ReduceScatterOptions& options) override {
     TORCH_CHECK(input.numel() == output.numel() * getSize(), "accl: the input must hold an output for each rank");
     return launch({OpType::_REDUCE_SCATTER_BASE, "accl:_reduce_scatter_base", options.asyncOp}, {output, input},
-                  {output}, [gloo = gloo_, views = flat_views({output, input}), options, rank = getRank()] {
+                  {output}, [gloo = gloo_, views = flat_views({output, input}), options, rank = getRank()]() -> intrusive_ptr<Work> {
                     at::NoGradGuard no_grad;
                     c10d::AllreduceOptions of_all;
                     of_all.reduceOp = options.reduceOp;
                     auto sum = views[1].clone();
                     all_reduce(*gloo, {sum}, of_all);
                     views[0].copy_(sum.narrow(0, rank * views[0].numel(), views[0].numel()));
+                    return nullptr;
                   });
   }
 
@@ -179,7 +174,7 @@ struct Group final : c10d::Backend {
     auto all = inputs;
     all.push_back(outputs);
     return launch({OpType::REDUCE_SCATTER, "accl:reduce_scatter", options.asyncOp}, concatenated(all), outputs,
-                  [gloo = gloo_, to = flat_views(outputs), from = flat_views(inputs), options, rank = getRank()] {
+                  [gloo = gloo_, to = flat_views(outputs), from = flat_views(inputs), options, rank = getRank()]() -> intrusive_ptr<Work> {
                     at::NoGradGuard no_grad;
                     c10d::AllreduceOptions of_all;
                     of_all.reduceOp = options.reduceOp;
@@ -188,6 +183,7 @@ struct Group final : c10d::Backend {
                       all_reduce(*gloo, {sum}, of_all);
                       if (int(i) == rank) to[0].copy_(sum);
                     }
+                    return nullptr;
                   });
   }
 
@@ -195,19 +191,19 @@ struct Group final : c10d::Backend {
                                     std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override {
     return launch({OpType::ALLTOALL_BASE, "accl:all_to_all", options.asyncOp}, {output, input}, {output},
                   [gloo = gloo_, to = cpu_view(output), from = cpu_view(input), output_sizes, input_sizes,
-                   options]() mutable { gloo->alltoall_base(to, from, output_sizes, input_sizes, options)->wait(); });
+                   options]() mutable { return gloo->alltoall_base(to, from, output_sizes, input_sizes, options); });
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
     return launch({OpType::SEND, "accl:send"}, tensors, {}, [gloo = gloo_, views = flat_views(tensors), to]() mutable {
-      gloo->send(views, to, /*tag=*/0)->wait();  // NCCL knows no tags
+      return gloo->send(views, to, /*tag=*/0);  // NCCL knows no tags
     });
   }
 
   intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
     return launch({OpType::RECV, "accl:recv"}, tensors, tensors,
                   [gloo = gloo_, views = flat_views(tensors), from]() mutable {
-                    gloo->recv(views, from, /*tag=*/0)->wait();
+                    return gloo->recv(views, from, /*tag=*/0);
                   });
   }
 
@@ -215,7 +211,7 @@ struct Group final : c10d::Backend {
     const auto device = options.device_ids.empty() ? current.device : c10::DeviceIndex(options.device_ids[0]);
     if (!device_.has_value()) device_ = device;
     return launch({OpType::BARRIER, "accl:barrier", options.asyncOp}, Tensors{}, Tensors{},
-                  [gloo = gloo_, options] { gloo->barrier(options)->wait(); });
+                  [gloo = gloo_, options] { return gloo->barrier(options); });
   }
 
   void setSequenceNumberForGroup() override {}
@@ -228,12 +224,14 @@ struct Group final : c10d::Backend {
     bool is_async = true;
   };
 
-  static void all_reduce(c10d::Backend& gloo, Tensors views, c10d::AllreduceOptions options) {
-    const bool is_average = sum_instead_of_average(options);
+  static intrusive_ptr<Work> all_reduce(c10d::Backend& gloo, Tensors views, c10d::AllreduceOptions options) {
+    const bool is_average = options.reduceOp == ReduceOp::AVG;  // which gloo has not
+    if (is_average) options.reduceOp = ReduceOp::SUM;
     gloo.allreduce(views, options)->wait();
     at::NoGradGuard no_grad;
     if (is_average)
       for (auto& view : views) view.div_(gloo.getSize());
+    return nullptr;
   }
 
   intrusive_ptr<Work> launch(Call call, const Tensors& tensors, const Tensors& outputs, Transfer transfer) {
@@ -271,7 +269,7 @@ struct Group final : c10d::Backend {
   static void run(const Transfer& transfer, const char* title) {
     pause();
     try {
-      transfer();
+      if (auto work = transfer()) work->wait();
     } catch (const std::exception& error) {
       std::lock_guard<std::mutex> lock(failure_mutex);
       failure = std::string(title) + ": " + error.what();
@@ -311,7 +309,10 @@ PYBIND11_MODULE(pretend_accelerator_C, m) {
   });
   m.def("num_devices", [] { return int(num_devices); });
   m.def("current_device", [] { return int(current.device); });
-  m.def("set_longest_pause", [](int microseconds) { longest_pause_us = microseconds; });
+  m.def("set_pauses", [](int longest_us, int one_of) {
+    longest_pause_us = longest_us;
+    tasks_per_pause = std::max(1, one_of);
+  });
   m.def("counts", [] {
     return std::map<std::string, int64_t>{
         {"host_waits", num_host_waits}, {"poisoned", num_poisoned}, {"recorded", num_recorded}};

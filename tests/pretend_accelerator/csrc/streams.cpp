@@ -2,6 +2,8 @@
 
 #include <Python.h>
 
+#include <cstdio>
+#include <cstdlib>
 #include <deque>
 #include <random>
 #include <thread>
@@ -11,7 +13,7 @@ namespace pretend {
 
 thread_local Current current;
 c10::DeviceIndex num_devices = 2;
-std::atomic<int> longest_pause_us{500};
+std::atomic<int> longest_pause_us{500}, tasks_per_pause{8};
 std::atomic<int64_t> num_host_waits{0};
 
 namespace {
@@ -63,7 +65,12 @@ class Queue {
         tasks_.pop_front();
         is_busy_ = true;
       }
-      task();
+      try {
+        task();
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "the pretend accelerator: work of a stream has failed: %s\n", error.what());
+        std::abort();
+      }
     }
   }
 
@@ -162,8 +169,8 @@ void host_waits_for(Moment& moment) {
 
 void pause() {
   const int longest = longest_pause_us;
-  if (longest <= 0) return;
   thread_local std::mt19937 random(std::hash<std::thread::id>{}(std::this_thread::get_id()));
+  if (longest <= 0 || random() % tasks_per_pause != 0) return;
   std::this_thread::sleep_for(std::chrono::microseconds(random() % (longest + 1)));
 }
 

@@ -1,23 +1,27 @@
 """Training programs on the pretend accelerator, and what each has to come to.
 
-A program trains on a `Where` and returns the parameters. What is expected comes from one process that has the whole
-batch, or, where ranks do something else than average gradients, from the same program on CPU ranks that compile nothing.
+A program trains on a `Where` and returns the parameters. Those that are expected come from one process with the whole
+batch or, if ranks do something else than average gradients, from the same program on CPU ranks that compile nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import patch
 
+import device
 import torch
 import torch.distributed as dist
+from device_places import PLACEMENTS, WIDTH, Side, Where, batch_of, placed
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ddp_compile import comm_hooks, ddp_compile, shard_optimizer
+from ddp_compile import comm_hooks, shard_optimizer
 from ddp_compile.algorithms import (
     AsyncModelAverage,
     ByteGrad,
@@ -29,48 +33,9 @@ from ddp_compile.algorithms import (
 )
 from ddp_compile.optim import QAdam
 
-WIDTH, ROWS, NUM_STEPS = 24, 4, 7
-CAP_MB = 0.003  # a block each
+NUM_STEPS = 7
 
 Parameters = list[Tensor]
-
-
-class Placement(NamedTuple):
-    """Where each rank trains: always on the device whose index is its rank."""
-
-    is_on_side_stream: bool
-    is_device_set: bool  #: whether that device is the current one; otherwise device 0 is
-
-
-PLACEMENTS = {
-    "default stream": Placement(is_on_side_stream=False, is_device_set=True),
-    "side stream": Placement(is_on_side_stream=True, is_device_set=True),
-    "device not set": Placement(is_on_side_stream=False, is_device_set=False),
-    "side stream, device not set": Placement(is_on_side_stream=True, is_device_set=False),
-}
-
-
-@dataclass
-class Where:
-    """A device to train on; on CPU ranks and in one process models are not compiled."""
-
-    device: torch.device
-    is_alone: bool = False  #: one process, which has the batches of all ranks
-
-    def replicate(self, module: nn.Module, **settings: Any) -> Any:
-        if self.is_alone:
-            return module
-        backend = "aot_eager" if self.device.type != "cpu" else "eager"
-        return ddp_compile(module, **{"backend": backend, "bucket_cap_mb": CAP_MB, **settings})
-
-    def batches(self, number: int) -> list[Tensor]:
-        """This rank's, or those of all ranks."""
-        ranks = range(dist.get_world_size()) if self.is_alone else [dist.get_rank()]
-        return [_batch(number, rank).to(self.device) for rank in ranks]
-
-
-def _batch(number: int, rank: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
 class Block(nn.Module):
@@ -88,12 +53,11 @@ class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.always, self.sometimes = Block(), Block()
-        self.num_forwards = 0
+        self.step = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.num_forwards += 1
         x = self.always(x)
-        return self.sometimes(x) if self.num_forwards // 2 % 2 else x
+        return self.sometimes(x) if self.step % 2 == 0 else x
 
 
 def blocks() -> nn.Module:
@@ -138,6 +102,7 @@ def train(
     if is_sharded and not where.is_alone:
         stepped = shard_optimizer(stepped, model)
     for step in range(NUM_STEPS):
+        model.step = step
         stepped.zero_grad()
         for i in range(num_local + 1):
             with nullcontext() if where.is_alone or i == num_local else model.no_sync():
@@ -244,7 +209,7 @@ def evaluated_between(where: Where) -> Parameters:
         loss_of(model, where.batches(step)).backward()
         optimizer.step()
         with other.after_current(), torch.no_grad():
-            sums.append(sum(model(_batch(-1, rank).to(where.device)).sum() for rank in range(dist.get_world_size())))
+            sums.append(sum(model(batch_of(-1, rank).to(where.device)).sum() for rank in range(dist.get_world_size())))
             torch._foreach_lerp_(averaged, list(model.parameters()), 0.5)
         other.before_current()
     return [*values(model), *(average.cpu() for average in averaged), *(each.cpu() for each in sums)]
@@ -277,7 +242,7 @@ def measured(where: Where) -> Parameters:
         optimizer.step()
     if measurement is not None:
         report = measurement.report()
-        assert [step.number for step in report.steps] == [0, 1, 2] or len(report.steps) == 3
+        assert len(report.steps) == 3
         for step in report.steps:
             for rank in step.ranks:
                 assert len(rank.transfers) == len(model.bucket_plan.buckets)
@@ -285,6 +250,23 @@ def measured(where: Where) -> Parameters:
                     assert rank.began <= transfer.ready <= transfer.launched
                     assert transfer.done is None or transfer.launched <= transfer.done <= rank.ended
     return values(model)
+
+
+def with_inductor(where: Where, **settings: Any) -> Parameters:
+    """Whose generated code starts the device's operators."""
+    if where.device.type == "cpu":
+        return train(where)
+    device.register_with_inductor()
+    with inductor_config.patch(fallback_by_default=True):
+        return train(where, backend="inductor", **settings)
+
+
+def without_dlpack(where: Where, is_sharded: bool = False) -> Parameters:
+    def refuse(tensor: Tensor) -> object:
+        raise BufferError(f"Cannot pack tensors on {tensor.device}")
+
+    with patch.object(torch.utils.dlpack, "to_dlpack", refuse):
+        return train(where, is_sharded=is_sharded, optimizer=adam)
 
 
 def steady(where: Where, is_sharded: bool = False, **settings: Any) -> Parameters:
@@ -306,38 +288,7 @@ def steady(where: Where, is_sharded: bool = False, **settings: Any) -> Parameter
 
 
 def host_waits() -> int:
-    import pretend_accelerator_C
-
-    return pretend_accelerator_C.counts()["host_waits"]
-
-
-class Side:
-    """A stream beside the current one; nothing on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
-
-    @contextmanager
-    def after_current(self) -> Iterator[None]:
-        """Inside, it is the current one, after waiting for the one that was."""
-        if self._stream is None:
-            yield
-            return
-        index, previous = torch.accelerator.current_device_index(), torch.accelerator.current_stream(self._device)
-        self._stream.wait_stream(previous)
-        torch.accelerator.set_stream(self._stream)
-        torch.accelerator.set_device_index(index)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(previous)
-            torch.accelerator.set_device_index(index)
-
-    def before_current(self) -> None:
-        """The current one waits for it."""
-        if self._stream is not None:
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+    return device.extension().counts()["host_waits"]
 
 
 @dataclass(frozen=True)
@@ -403,6 +354,11 @@ PROGRAMS = {
     "sharded, grad scaler": Program(partial(with_grad_scaler, is_sharded=True), tolerance=1e-3),
     "sharded, read on another stream": Program(evaluated_between, tolerance=1e-5),
     "sharded Muon": Program(with_muon, tolerance=1e-4),
+    "inductor": Program(with_inductor, tolerance=1e-5),
+    "inductor, regions": Program(partial(with_inductor, regions=[Block]), tolerance=1e-5),
+    "inductor, sharded": Program(partial(with_inductor, is_sharded=True), tolerance=1e-5),
+    "without DLPack": Program(without_dlpack),
+    "sharded, without DLPack": Program(partial(without_dlpack, is_sharded=True)),
     "steady": Program(steady),
     "steady, sharded": Program(partial(steady, is_sharded=True)),
 }
@@ -416,17 +372,6 @@ def perform(name: str, placement: str) -> float:
     with placed(PLACEMENTS[placement]) as where:
         found = program.run(where)
     return largest_difference(found, expected)
-
-
-@contextmanager
-def placed(placement: Placement) -> Iterator[Where]:
-    device = torch.device("acc", dist.get_rank())
-    torch.accelerator.set_device_index(device.index if placement.is_device_set else 0)
-    side = Side(device)
-    with side.after_current() if placement.is_on_side_stream else nullcontext():
-        yield Where(device)
-    side.before_current()
-    torch.accelerator.synchronize(device)
 
 
 def largest_difference(found: Parameters, expected: Parameters) -> float:
