@@ -3,7 +3,7 @@
     python benchmarks/bench_kernels.py [--device cuda] [--rounds 30] [--output FILE.csv]
 
 All ways take turns in one process on one core (or one device), in changing order; table and CSV give the 20th, 50th and
-80th percentile of the rounds, and a chart next to the CSV shows the medians. Nothing is installed or downloaded.
+80th percentile of the rounds. The file is written anew after each case. Nothing is installed or downloaded.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -30,8 +31,13 @@ from ddp_compile.bench.report import write_csv
 SCALE = 0.25
 #: Minimum length of a turn. Shorter calls are repeated.
 TURN_S = 0.004
+#: Turns of each way of a case: first those that find out how many calls fill a turn.
+NUM_TRIALS, NUM_ROUNDS = 3, 30
 #: Larger than every cache. Each call of a turn uses another copy of the tensors, like each bucket of a step.
 ROTATED_BYTES = {"cpu": 0, "cuda": 256 << 20}
+#: But not more tensors than this, or two buckets: one launch for each tensor would take minutes. With small tensors,
+#: launches take the time and not memory, so that it does not matter that these buckets fit into a cache.
+ROTATED_TENSORS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +206,8 @@ def plain_copy(case: Case) -> Way:
 
 LIMIT = "plain copy"
 OURS = ("FlattenPlan", "FlattenPlan with stats", "plain function")
+#: Tensors in one launch of torch's kernels for lists; the ways that are not here have a launch for each.
+TENSORS_OF_A_LAUNCH = {"foreach (DDP batched)": 64, "cat + mul_": 64}
 
 
 def ways_of(case: Case) -> dict[str, Way]:
@@ -218,8 +226,15 @@ def ways_of(case: Case) -> dict[str, Way]:
     return ways
 
 
+def num_buckets(case: Case, device: str) -> int:
+    """Number of buckets that the calls of a turn rotate over."""
+    wanted = -(-ROTATED_BYTES[device] // case.moved_bytes)
+    fewest = 2 if case.new_addresses or wanted > 1 else 1
+    return max(fewest, min(wanted, ROTATED_TENSORS // len(case.numels)))
+
+
 def make_buckets(case: Case, device: str) -> list[Bucket]:
-    count = max(2 if case.new_addresses else 1, -(-ROTATED_BYTES[device] // case.moved_bytes))
+    count = num_buckets(case, device)
     flats = [torch.randn(sum(case.numels), device=device).to(case.flat_dtype) for _ in range(count)]
     if case.new_addresses:
         flats = flats[:1] * count  # one bucket whose tensors have moved
@@ -253,7 +268,7 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, list[float]]:
     ways = ways_of(case)
     calls = {}
     for name, way in ways.items():
-        once = min(seconds_of(way, buckets, len(buckets)) for _ in range(3))
+        once = min(seconds_of(way, buckets, len(buckets)) for _ in range(NUM_TRIALS))
         # A multiple of the buckets, so that with new addresses they are also new in the first call of a turn.
         calls[name] = len(buckets) * max(1, round(TURN_S / once / len(buckets)))
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -263,6 +278,35 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, list[float]]:
         for name in shuffled.sample(list(ways), len(ways)):
             times[name].append(seconds_of(ways[name], buckets, calls[name]))
     return times
+
+
+class Estimate(NamedTuple):
+    """What measuring a case will take, without a device to measure on."""
+
+    launches: int
+    seconds: float
+
+
+def estimate(case: Case, device: str, launch_s: float = 6e-6, bytes_per_s: float = 2e12) -> Estimate:
+    """Launches and seconds of `measure`, of all ways and turns.
+
+    Args:
+        launch_s: Assumed for a launch.
+        bytes_per_s: Assumed for what is read and written, on an H100; a fiftieth of it on a core.
+    """
+    rate = bytes_per_s if device == "cuda" else bytes_per_s / 50
+    buckets, num_tensors = num_buckets(case, device), len(case.numels)
+    launches, seconds = 2 * buckets * num_tensors, 0.0  # to make the tensors
+    for name in ways_of(case):
+        # Of a call: one for each tensor, or for as many as fit into the arguments of a launch.
+        of_call = (
+            1 if name == LIMIT else -(-num_tensors // (1360 if name in OURS else TENSORS_OF_A_LAUNCH.get(name, 1)))
+        )
+        call_s = max(of_call * launch_s, case.moved_bytes / rate)
+        calls = buckets * max(1, round(TURN_S / call_s / buckets))
+        launches += of_call * (NUM_TRIALS * buckets + NUM_ROUNDS * calls)
+        seconds += call_s * (NUM_TRIALS * buckets + NUM_ROUNDS * calls)
+    return Estimate(launches, seconds + 2 * buckets * num_tensors * launch_s)
 
 
 def rows_of(case: Case, times: dict[str, list[float]]) -> list[dict[str, object]]:
@@ -306,53 +350,26 @@ def provenance(device: str) -> dict[str, str]:
     }
 
 
-def draw(rows: Sequence[dict[str, object]], path: Path) -> None:
-    """Medians of every way, one row of bars for each case, with a line for the plain copy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    cases = list(dict.fromkeys(str(row["case"]) for row in rows))
-    figure, axes = plt.subplots(len(cases), 1, figsize=(8, 1.7 * len(cases)), layout="constrained", squeeze=False)
-    for axis, case in zip(axes[:, 0], cases, strict=True):
-        shown = [row for row in rows if row["case"] == case]
-        limit = next(float(str(row["p50_us"])) for row in shown if row["way"] == LIMIT)
-        colors = ["tab:blue" if row["way"] in OURS else "0.6" for row in shown]
-        axis.barh([str(row["way"]) for row in shown], [float(str(row["p50_us"])) for row in shown], color=colors)
-        axis.axvline(limit, color="black", linewidth=0.8)
-        axis.invert_yaxis()
-        axis.set_title(case, fontsize=9, loc="left")
-        axis.tick_params(labelsize=7)
-    axes[-1, 0].set_xlabel("microseconds a call, median; the line is a plain copy of as many bytes")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--output", type=Path, help="CSV file; the chart goes beside it (default: only print)")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
+    parser.add_argument("--output", type=Path, help="CSV file (default: only print)")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         torch.set_num_threads(1)
-    rows = [
-        row
-        for case in CASES[arguments.device]
-        for row in rows_of(case, measure(case, arguments.device, arguments.rounds))
-    ]
     about = provenance(arguments.device)
     print("\n".join(f"{name}: {value}" for name, value in about.items()))
-    print(tabulate(rows, headers="keys"))
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        write_csv(arguments.output, [*rows[0], *about], [{**row, **about} for row in rows])
-        try:
-            draw(rows, arguments.output.with_suffix(".png"))
-        except ImportError as error:
-            print(f"no chart: {error}")
+    rows: list[dict[str, object]] = []
+    for case in CASES[arguments.device]:
+        of_case = rows_of(case, measure(case, arguments.device, arguments.rounds))
+        rows += of_case
+        print(tabulate(of_case, headers="keys"), end="\n\n", flush=True)
+        if arguments.output:
+            write_csv(arguments.output, [*rows[0], *about], [{**row, **about} for row in rows])
 
 
 if __name__ == "__main__":

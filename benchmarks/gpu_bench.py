@@ -1,55 +1,65 @@
 """Benchmarks on one CUDA device without a network: ``make gpu-bench``.
 
-Two runs of ``python -m ddp_compile bench``: NCCL with one rank, which shows each implementation's cost in addition to
-the computation, and a simulated link, which shows how much it overlaps. Results go to a folder with the device's name.
+Parts are runs of ``python -m ddp_compile bench``: NCCL with one rank, which shows each implementation's cost in
+addition to the computation, and a simulated link, which shows how much it overlaps. There are two on a link, so that
+each has only four models to compile; compare figures of the same part alone.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-# The package is used from the source tree: nothing needs to be installed.
-sys.path.insert(0, str(ROOT))
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+from gpu_parts import Part, Starts, main, read_rows, without_packages
 
-MODEL = ["--device", "cuda", "--model", "gpt-medium", "--depth", "8", "--width", "1024", "--batch-size", "32"]
-RUNS = {
-    "one_rank": ["--link", "none", "--implementations", "ddp-eager,compile-ddp,ddp_compile-forward", "--only-steps"],
-    "simulated_link": [
-        *("--link", "25gbit,100gbit,400gbit", "--simulated-ranks", "8"),
-        *("--implementations", "ddp-eager,compile-ddp,ddp-unsplit,functional,ddp_compile-forward,ddp_compile-none"),
-    ],
+MODEL = ["--model", "gpt-medium", "--depth", "8", "--width", "1024", "--batch-size", "32"]
+REHEARSED = ["--model", "mlp", "--depth", "2", "--width", "64", "--batch-size", "4", "--rounds", "1", "--steps", "1"]
+RATES = ("25gbit", "100gbit", "400gbit")
+#: For each part, whether on a simulated link, and the implementations.
+PARTS = {
+    "one_rank": (False, "ddp-eager,compile-ddp,ddp_compile-forward"),
+    "simulated_link": (True, "ddp-eager,compile-ddp,ddp_compile-forward,ddp_compile-none"),
+    "simulated_link_whole": (True, "ddp-eager,ddp-unsplit,functional,ddp_compile-forward"),
 }
+ROUNDS, STEPS = 12, 2
+#: Assumed seconds of a step without communication: 2.5e12 operations in float32 on an H100. And its gradients.
+STEP_S, GRADIENT_BYTES = 0.1, 4.4e8
+SIMULATED_RANKS = 8
+NOT_COMPILED = ("communication", "ddp-eager")
 
 
-def main() -> int:
-    import torch
+def starts(is_simulated: bool, implementations: str) -> Starts:
+    names = ["local", "communication", *implementations.split(",")]
+    gbits = [float(rate.removesuffix("gbit")) for rate in RATES] if is_simulated else [float("inf")]
+    # As if nothing were hidden.
+    of_links = [STEP_S + 2 * 8 * GRADIENT_BYTES * (1 - 1 / SIMULATED_RANKS) / (1e9 * gbit) for gbit in gbits]
+    num_steps = len(names) * ROUNDS * (1 + STEPS)  # the first of a turn is not timed
+    compilations = sum(name not in NOT_COMPILED for name in names)
+    return Starts(processes=len(names), compilations=compilations, other_s=num_steps * sum(of_links))
 
-    from ddp_compile.__main__ import main as ddp_compile
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="folder for the results (default: benchmarks/results/DEVICE)")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu-bench: torch sees no CUDA device", file=sys.stderr)
-        return 2
-    device = re.sub(r"\W+", "_", torch.cuda.get_device_name().lower())
-    output = arguments.output or ROOT / "benchmarks" / "results" / device
-    statuses = []
-    for name, flags in RUNS.items():
-        start = time.monotonic()
-        statuses.append(ddp_compile(["bench", *MODEL, *flags, "--output", str(output / name)]))
-        if statuses[-1] == 130:  # Ctrl-C
-            break
-        print(f"{name}: {time.monotonic() - start:.0f} s\n", flush=True)
-    return max(statuses)
+def parts(device: str, folder: Path) -> list[Part]:
+    """All parts in order, for "cuda" or, as a rehearsal with a small model, "cpu"."""
+    made = []
+    for name, (is_simulated, implementations) in PARTS.items():
+        rates = ",".join(rate if device == "cuda" else f"simulated:{rate}" for rate in RATES)
+        link = ["--link", rates, "--simulated-ranks", str(SIMULATED_RANKS)] if is_simulated else ["--link", "none"]
+        sizes = [*MODEL, "--rounds", str(ROUNDS), "--steps", str(STEPS)] if device == "cuda" else REHEARSED
+        flags = ["--device", device, *sizes, *link, "--implementations", implementations, "--only-steps"]
+        command = [sys.executable, "-m", "ddp_compile", "bench", *flags, "--output", str(folder / name)]
+        made.append(
+            Part(
+                name=name,
+                command=command,
+                limit_s=450 if is_simulated else 300,
+                starts=partial(starts, is_simulated, implementations),
+                figures=partial(read_rows, folder / name / "summary.csv"),
+                missing=without_packages("tabulate", "tqdm"),
+            )
+        )
+    return made
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("gpu-bench", __doc__ or "", parts, sys.argv[1:]))

@@ -30,7 +30,7 @@ from ddp_compile.bench.implementations import (
 from ddp_compile.bench.link import LinkError, NamespacedLink, remove_stale, unavailable_reason
 from ddp_compile.bench.links import FixedLink, ShapedLink, SimulatedLink, SimulatedRate
 from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
-from ddp_compile.bench.results import summarize
+from ddp_compile.bench.results import SummaryRow, summarize
 from ddp_compile.bench.run import BenchmarkRun, Link, RunResult, RunSettings
 from ddp_compile.bench.settings import Case, WorkloadSettings
 from ddp_compile.bench.training import OPTIMIZERS, WITH_MUON
@@ -171,26 +171,35 @@ def _measure_and_report(
         link, world_settings = _link_and_world(arguments, workload, stack)
         world = stack.enter_context(RankWorld(world_settings))
         bar = stack.enter_context(tqdm(unit="stage", leave=False, smoothing=0, disable=None))
+        about: dict[str, Any] = {"model": arguments.model, "world_size": world_settings.num_communicating_ranks}
 
         def progress(what: str) -> None:
             bar.set_description_str(what)
             bar.update()
 
-        benchmark = BenchmarkRun(world, link, settings, progress)
+        def rows_of(result: RunResult) -> list[SummaryRow]:
+            about["parameters"] = next((case.cold.num_parameters for case in result.cases if case.cold is not None), 0)
+            return summarize(result.cases, link.names(), result.achieved_gbit, tuple(PEERS), arguments.device == "cpu")
+
+        def save(result: RunResult) -> None:
+            write_files(directory, rows_of(result), result, about, {**where, "command": command_line(arguments)})
+
+        def save_so_far(result: RunResult) -> None:
+            try:
+                save(result)
+            except OSError as error:  # all is written once more at the end, when it has been printed
+                print(f"bench: not written yet: {error}", file=sys.stderr)
+
+        benchmark = BenchmarkRun(world, link, settings, progress, save_so_far)
         bar.total = benchmark.num_stages
         result = benchmark.measure()
-    rows = summarize(result.cases, link.names(), result.achieved_gbit, tuple(PEERS), arguments.device == "cpu")
-    parameters = next((case.cold.num_parameters for case in result.cases if case.cold is not None), 0)
-    about = {
-        "model": arguments.model,
-        "parameters": parameters,
-        "world_size": world_settings.num_communicating_ranks,
-    }
+    rows = rows_of(result)
     # Print first: a full disk must not lose the results.
-    print(f"{arguments.model}, {parameters / 1e6:.1f} M parameters, {about['world_size']} ranks, {where['device']},")
+    millions = about["parameters"] / 1e6
+    print(f"{arguments.model}, {millions:.1f} M parameters, {about['world_size']} ranks, {where['device']},")
     print(f"{where['machine']}, torch {where['torch']}, Python {where['python']}, commit {where['commit']}\n")
     print(format_tables(rows))
-    write_files(directory, rows, result, about, {**where, "command": command_line(arguments)})
+    save(result)
     _draw(directory)
     return _report_failures(result, directory)
 

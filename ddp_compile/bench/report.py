@@ -143,12 +143,14 @@ def _cell(row: SummaryRow, column: str, style: str) -> str:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows to a file, floats with six digits."""
-    with path.open("w", newline="") as file:
+    """Write rows to a file, floats with six digits. Who is stopped meanwhile leaves the file as it was."""
+    begun = path.with_suffix(".part")
+    with begun.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for row in rows:
             writer.writerow({name: f"{v:.6g}" if isinstance(v, float) else v for name, v in row.items()})
+    begun.replace(path)
 
 
 def report_rows(rows: Sequence[Mapping[str, Any]], path: Path | None, **about: object) -> None:

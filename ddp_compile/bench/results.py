@@ -191,7 +191,8 @@ def _find(measured: Sequence[CaseResult], implementation: str, **settings: objec
 
 
 def _failed_row(result: CaseResult, link: str) -> SummaryRow:
-    return SummaryRow(**_identity(result.case, link), status="failed", error=result.error or "not measured")
+    figures = _figures_of_the_case(result, link)
+    return SummaryRow(**_identity(result.case, link), **figures, status="failed", error=result.error or "not measured")
 
 
 def _identity(case: Case, link: str) -> dict[str, Any]:

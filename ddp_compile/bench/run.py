@@ -74,13 +74,22 @@ class BenchmarkRun:
         link: The link between them.
         settings: How much to measure.
         progress: Called with the name of each of `num_stages` stages before it begins.
+        save: Called with the result so far, whenever a case has compiled and all have taken a turn.
     """
 
-    def __init__(self, world: RankWorld, link: Link, settings: RunSettings, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        world: RankWorld,
+        link: Link,
+        settings: RunSettings,
+        progress: Callable[[str], None],
+        save: Callable[[RunResult], None] = lambda result: None,
+    ) -> None:
         self.world = world
         self.link = link
         self.settings = settings
         self.progress = progress
+        self.save = save
         self.result = RunResult([CaseResult(case) for case in settings.cases])
         self._running: dict[Case, RunningCase] = {}
 
@@ -104,6 +113,7 @@ class BenchmarkRun:
                 running = self.world.start_case(result.case)
                 result.cold = _slowest(running.ask("prepare"))
                 self._running[result.case] = running
+            self.save(self.result)
         for name in self.link.names():
             self._measure_link(name)
         if not self.settings.only_steps:
@@ -127,6 +137,7 @@ class BenchmarkRun:
                 self.progress(f"{name}: round {number + 1}, {result.case.implementation}")
                 with self._marking_failure(result):
                     self._take_turn(result, name)
+            self.save(self.result)
         for result in self._living():
             if result.case.implementation != COMMUNICATION:
                 with self._marking_failure(result):

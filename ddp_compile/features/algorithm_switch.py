@@ -16,7 +16,7 @@ from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.buckets import step_watch
-from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 
 
@@ -52,7 +52,7 @@ def set_comm_algorithm(
     step_watch.detach(before, together=True)
     try:
         if differ and optimizers:
-            _average_optimizer_states(optimizers, group)
+            _average_optimizer_states(optimizers, group, parameters[0].device)
         step_watch.attach(algorithm, state.reduced)
     except Exception:  # raised on every rank, for example if a rank does not know its node
         step_watch.attach(before, state.reduced)
@@ -99,7 +99,9 @@ def _compare_optimizers(
         )
 
 
-def _average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup) -> None:
+def _average_optimizer_states(
+    optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Average moments over the ranks, and take step counts and other numbers from rank 0; raises ReductionError."""
     name = "average of optimizer states"
     states = _states_of(optimizers)
@@ -111,7 +113,8 @@ def _average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], proce
         return
     values = [each.value.tolist() if isinstance(each.value, Tensor) else each.value for each in numbers]
     try:
-        dist.broadcast_object_list(values, dist.get_global_rank(process_group, 0), group=process_group)
+        with streams.current_device(device):
+            dist.broadcast_object_list(values, dist.get_global_rank(process_group, 0), group=process_group)
     except RuntimeError as error:
         raise error_messages.exchange_failed(name, error) from error
     for each, value in zip(numbers, values, strict=True):

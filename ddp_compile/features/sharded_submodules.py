@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from ddp_compile import torch_internals
 from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError, format_ranks, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import broadcast_all, ranks_unlike_rank_0
-from ddp_compile.runtime.comm.process_groups import group_of
+from ddp_compile.runtime.comm.process_groups import group_of, objects_of_all
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -106,9 +106,8 @@ class ShardedSubmodules:
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for submodule in self._submodules:
             self._refuse_hook(submodule)
-            everyone: list[Any] = [None] * self._process_group.size()
             ranks = torch_internals.ranks_of_fully_shard(submodule.module)
-            dist.all_gather_object(everyone, ranks, group=self._process_group)
+            everyone = objects_of_all(ranks, self._process_group, self._device)
             replicas = self._replicas_of(submodule.name, everyone)
             if len(replicas) == 1:
                 continue

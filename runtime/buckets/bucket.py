@@ -419,6 +419,10 @@ class Bucket:
         self.plan_digest = plan_digest
         self.call_by_name = flight_recorder.caller(f"bucket_{self.spec.index}_of_plan_{plan_digest}")
 
+    def reserve(self, numel: int) -> None:
+        """Between two iterations, have memory for this many elements from ``flat``'s first one on; see `FlatBuffer`."""
+        self._buffer.reserve(numel)
+
     def drop_flat(self) -> None:
         """Leave the flat buffer to its other holders; the next use allocates another one."""
         self._buffer.drop()

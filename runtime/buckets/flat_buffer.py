@@ -32,6 +32,7 @@ class FlatBuffer:
         self._flatten_plan: FlattenPlan | RealParts | None = None
         self._views: GradientViews | None = None
         self._used_on: set[streams.Stream] = set()
+        self._num_reserved = 0
 
     @property
     def tensor(self) -> Tensor:
@@ -62,6 +63,12 @@ class FlatBuffer:
         self._tensor = None
         self._flatten_plan = None
         self._views = None
+
+    def reserve(self, numel: int) -> None:
+        """From the next use on, lie at the beginning of memory for at least this many elements, the others zeros."""
+        if numel > max(self._num_reserved, self._spec.num_bytes // self._parameters[0].element_size()):
+            self._num_reserved = numel
+            self.drop()
 
     def claim(self, gradients: Sequence[Tensor | None]) -> None:
         """Before the first write of an iteration: drop it if other code holds a part of it that is not ``.grad``."""
@@ -142,7 +149,8 @@ class FlatBuffer:
             num_elements = self._spec.num_bytes // first.element_size()
             with torch.inference_mode(False):  # else no later backward could write to it
                 # The padding must be zero, and stays zero.
-                self._tensor = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+                memory = torch.zeros(max(num_elements, self._num_reserved), dtype=first.dtype, device=first.device)
+                self._tensor = memory[:num_elements]
                 self._used_on = {streams.current(first.device)}
                 make = RealParts if self._tensor.is_complex() else FlattenPlan.for_bucket
                 self._flatten_plan = make(parameters, self._tensor, offsets)

@@ -164,10 +164,19 @@ def _shares_memory(gradient: Tensor) -> bool:
 
 
 def with_own_storage(place: Tensor) -> Tensor:
-    """A tensor on the same memory, of the same shape and strides, whose storage holds nothing else."""
+    """A tensor on the same memory, of the same shape and strides, whose storage holds nothing else.
+
+    On a device that DLPack does not know it is an ordinary view. Gradients then seem to be held by others, so each
+    iteration takes a new flat buffer unless they stay.
+    """
     if not place.numel():
         return torch.empty_like(place)
-    shared = torch.utils.dlpack.from_dlpack(place)
+    try:
+        # By a capsule, since `from_dlpack(place)` does not know the names that vendors give to their devices. Neither
+        # stream has to wait: it is the same.
+        shared = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(place))  # type: ignore[attr-defined]
+    except (BufferError, RuntimeError):
+        return place.data
     # DLPack may invent strides for dimensions of one element. A view would use the storage as well, so make no view.
     tensor = torch.empty(0, dtype=place.dtype, device=place.device)
     return tensor.set_(shared.untyped_storage(), shared.storage_offset(), place.shape, place.stride())

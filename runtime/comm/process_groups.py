@@ -35,7 +35,7 @@ def group_of(
     return group
 
 
-def close_groups(groups: Sequence[dist.ProcessGroup], like: dist.ProcessGroup) -> None:
+def close_groups(groups: Sequence[dist.ProcessGroup], like: dist.ProcessGroup, device: torch.device) -> None:
     """Destroy process groups of the ranks of another group; all of them call this, with nothing under way.
 
     A group that stays keeps its threads, connections and communicators until all groups are destroyed. They stay if the
@@ -43,7 +43,8 @@ def close_groups(groups: Sequence[dist.ProcessGroup], like: dist.ProcessGroup) -
     """
     if not torch_internals.is_registered(like):
         return
-    dist.barrier(group=like)  # a rank that still receives from this one would fail
+    with streams.current_device(device):
+        dist.barrier(group=like)  # a rank that still receives from this one would fail
     for group in groups:
         dist.destroy_process_group(group)
 
@@ -69,15 +70,23 @@ def host_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[
     return group, torch.device("cpu")
 
 
-def ranks_of_nodes(process_group: dist.ProcessGroup, name: str) -> list[list[int]]:
+def objects_of_all(own: Any, process_group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """The objects of all ranks, in their order. Every rank calls this, with the device of its parameters."""
+    everyone: list[Any] = [own] * process_group.size()
+    if len(everyone) > 1:
+        with streams.current_device(device):
+            dist.all_gather_object(everyone, own, group=process_group)
+    return everyone
+
+
+def ranks_of_nodes(process_group: dist.ProcessGroup, device: torch.device, name: str) -> list[list[int]]:
     """The global ranks that are in the process group, ascending, grouped by node.
 
     A launcher numbers the ranks of a node without gaps, and sets LOCAL_RANK to the position on the node.
     """
     local_rank = os.environ.get("LOCAL_RANK", "")
     own = (dist.get_rank(), dist.get_rank() - int(local_rank) if local_rank.isdecimal() else None)
-    everyone: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(everyone, own, group=process_group)
+    everyone = objects_of_all(own, process_group, device)
     unknown = [rank for rank, first_of_node in everyone if first_of_node is None]
     if unknown:
         raise ValueError(
@@ -116,7 +125,7 @@ class NodeGroups:
         if not hierarchical:
             group = own_group(process_group, device)
             return cls((1,) * group.size(), group.rank(), dist.get_rank(), None, group)
-        nodes = ranks_of_nodes(process_group, name)
+        nodes = ranks_of_nodes(process_group, device, name)
         drawn = name_from_rank_0(process_group, device)
         node = next(number for number, ranks in enumerate(nodes) if dist.get_rank() in ranks)
         own, leaders = nodes[node], [ranks[0] for ranks in nodes]

@@ -23,12 +23,12 @@ from ddp_compile.errors import ReplicationError, this_rank
 # The ``Work.wait()`` of these returns when a transfer is over, whatever the device of its tensors.
 _BLOCKING_BACKENDS = frozenset({"gloo", "mpi"})
 
-#: The stream type of the device's module of torch: ``torch.cuda.Stream``, ``torch.xpu.Stream``.
+#: `torch.Stream`, of which ``torch.cuda.Stream`` is a subclass; tests put others in its place.
 Stream = Any
 
 
 class Backend:
-    """Calls a device's module of torch. ``torch.cuda``, ``torch.xpu`` and those of vendors have the same functions.
+    """Calls `torch.accelerator`, which has the streams of CUDA, ROCm, XPU and of the devices that vendors register.
 
     Devices are those of tensors.
     """
@@ -39,8 +39,9 @@ class Backend:
     def has_streams(self, device: torch.device) -> bool:
         if device.type not in self._has_streams:
             try:
-                self._has_streams[device.type] = hasattr(torch.get_device_module(device), "Stream")
-            except RuntimeError:  # there is no such module
+                # A device with a single stream may return that one for a new one, as MPS does.
+                self._has_streams[device.type] = torch.Stream(device) != torch.Stream(device)
+            except RuntimeError:  # torch has no such device, or it has no streams
                 self._has_streams[device.type] = False
         return self._has_streams[device.type]
 
@@ -49,16 +50,24 @@ class Backend:
         return ask is not None and bool(ask())
 
     def current(self, device: torch.device) -> Stream:
-        return torch.get_device_module(device).current_stream(device)
+        return torch.accelerator.current_stream(device)
 
     def new(self, device: torch.device) -> Stream:
-        return torch.get_device_module(device).Stream(device)
+        return torch.Stream(device)
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        return torch.get_device_module(stream.device).stream(stream)
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        # Not `with stream`: a torch.Stream holds what it replaced, for one thread only, and once before torch 2.12.
+        device, previous = torch.accelerator.current_device_index(), self.current(stream.device)
+        torch.accelerator.set_stream(stream)  # and makes its device the current one
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(previous)
+            torch.accelerator.set_device_index(device)
 
     def in_thread(self, device: torch.device) -> AbstractContextManager[Any]:
-        torch.get_device_module(device).set_device(device)
+        torch.accelerator.set_device_index(device)
         return self.on(self.new(device))
 
     def record(self, device: torch.device) -> Any:
@@ -71,7 +80,7 @@ class Backend:
         tensor.record_stream(stream)
 
     def record_timed(self, device: torch.device) -> Any:
-        event = torch.get_device_module(device).Event(enable_timing=True)
+        event = torch.Event(device, enable_timing=True)
         event.record(self.current(device))
         return event
 
@@ -138,6 +147,14 @@ def refuse_capture(device: torch.device, what: str) -> None:
 def current(device: torch.device) -> Stream | None:
     """The current stream of a device; None if it has none."""
     return backend.current(device) if backend.has_streams(device) else None
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, it is the current device, to which NCCL sends objects and barriers; of a CPU there is only one.
+
+    A user who has not called ``torch.cuda.set_device`` has the same current device on all ranks.
+    """
+    return torch.accelerator.device_index(device.index)
 
 
 def record(device: torch.device) -> Event:

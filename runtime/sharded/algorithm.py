@@ -17,6 +17,7 @@ from ddp_compile.runtime.algorithms.messages import objection_to_messages
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.buckets.sharding import Sharding
+from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.process_groups import close_groups, group_of
 from ddp_compile.runtime.comm.step_records import NoRecords
 from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
@@ -124,7 +125,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._gradients.replace(gradients)
         self._reader.buckets = ()
         if together:
-            close_groups(self._own_groups, self._process_group)
+            close_groups(self._own_groups, self._process_group, self._parameters[0].device)
 
     def refuse_missing_steps(self) -> None:
         """See `Sharding.refuse_missing_steps`."""
@@ -168,6 +169,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
     def _lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Move the parameters into the flat buffers of these buckets, and have other pieces."""
         shared = self._transfers, self._master_weights
+        # They are read here and then freed, and may have been allocated on another stream.
+        streams.used_here([bucket.flat for bucket in self.buckets] or [p.detach() for p in self._parameters])
         self._reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
         self._gradients.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
 

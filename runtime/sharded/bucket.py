@@ -97,6 +97,7 @@ class ShardedBucket:
         self._offsets = [offset // element_size for offset in self.spec.byte_offsets]
         numel = self.spec.num_bytes // element_size
         padded = self.cut.shard_numel * transfers.world_size if self.cut.is_even else numel
+        bucket.reserve(padded)  # so that no collective needs a padded copy
         with torch.no_grad(), torch.inference_mode(False):
             first = self.parameters[0]
             self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
@@ -179,6 +180,7 @@ class ShardedBucket:
                     " copy.load_state_dict(model.state_dict()); p.data = p.data.clone() undoes it"
                 )
             with torch.no_grad():
+                streams.used_here([parameter.detach()])  # it is freed, and may come from another stream
                 place.copy_(parameter)
                 parameter.data = with_own_storage(place)
                 self._addresses[i] = parameter.data_ptr()
@@ -270,6 +272,7 @@ class ShardedBucket:
 
     def leave(self) -> None:
         """Give the parameters memory of their own again."""
+        streams.used_here([self.flat])
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()

@@ -27,6 +27,7 @@ from ddp_compile import torch_internals
 from ddp_compile.errors import DDPCompileError, RanksDifferError, this_rank
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketSpec
 from ddp_compile.runtime.comm import error_messages, streams
+from ddp_compile.runtime.comm.process_groups import objects_of_all
 from ddp_compile.runtime.comm.transfers import MadeOfWorks, Transfer, keep_after
 from ddp_compile.runtime.sharded.cut import Cut
 
@@ -81,8 +82,10 @@ _AllGather = Callable[[Tensor, Cut], Transfer]
 
 
 def _reduce_scatter_by_collective(group: dist.ProcessGroup, flat: Tensor, cut: Cut) -> ReducedShard:
-    missing = cut.shard_numel * group.size() - flat.numel()
-    whole = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+    numel = cut.shard_numel * group.size()
+    if flat.untyped_storage().nbytes() < numel * flat.element_size():  # nothing is reserved in the first backward
+        flat = torch.nn.functional.pad(flat, (0, numel - flat.numel()))
+    whole = flat.as_strided((numel,), (1,))
     shard = flat.new_empty(cut.shard_numel)
     return ReducedShard(Transfer([torch_internals.reduce_scatter_single(shard, whole, group)]), [shard], flat)
 
@@ -149,6 +152,7 @@ class ShardTransfers:
 
     def __init__(self, for_gathers: dist.ProcessGroup, for_gradients: dist.ProcessGroup, device: torch.device) -> None:
         self._group = for_gathers
+        self._device = device
         self.rank = for_gathers.rank()
         self.world_size = for_gathers.size()
         # gloo reads messages at the tensor's data pointer, which has to point to host memory.
@@ -171,13 +175,13 @@ class ShardTransfers:
     def cut(self, spec: BucketSpec) -> Cut:
         """How a bucket is divided among the ranks.
 
-        With CPU tensors on gloo, shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients do. So an operator
-        takes the same elements in vectors, whether it gets a piece or the whole parameter. It takes the rest at the end
-        one by one, and may round those elements differently (docs/torch_facts.md).
+        Shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients do. So an operator takes the same elements
+        in vectors, whether it gets a piece or the whole parameter. It takes the rest at the end one by one, and may
+        round those elements differently (docs/torch_facts.md). NCCL moves memory that is not aligned to 16 bytes in
+        smaller pieces.
         """
         element_size: int = getattr(torch, spec.dtype).itemsize
-        unit = PADDED_ALIGNMENT_BYTES // element_size if self._by_messages else 1
-        return Cut.of(spec, self.world_size, element_size, unit)
+        return Cut.of(spec, self.world_size, element_size, PADDED_ALIGNMENT_BYTES // element_size)
 
     def reduce_scatter(self, flat: Tensor, cut: Cut) -> ReducedShard:
         """Start to add up a flat buffer, shape (n,), over the ranks, each of which gets the sum of what it keeps."""
@@ -231,10 +235,7 @@ class ShardTransfers:
 
     def objects_of_all(self, own: Any) -> list[Any]:
         """The objects of all ranks, in their order."""
-        everyone: list[Any] = [own] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(everyone, own, group=self._group)
-        return everyone
+        return objects_of_all(own, self._group, self._device)
 
 
 def _wait_for_others(gathers: Sequence[Transfer]) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddp_compile.bench.cli import make_cases
-from ddp_compile.bench.report import PROVENANCE_COLUMNS, RUN_COLUMNS, provenance, write_files
+from ddp_compile.bench.links import FixedLink
+from ddp_compile.bench.report import PROVENANCE_COLUMNS, RUN_COLUMNS, provenance, write_csv, write_files
 from ddp_compile.bench.results import SUMMARY_COLUMNS, CaseResult, ideal_step_s, median_ratio, summarize
-from ddp_compile.bench.run import RunResult
+from ddp_compile.bench.run import BenchmarkRun, RunResult, RunSettings
 from ddp_compile.bench.settings import Case, Prepared, StepRecord
 
 
@@ -102,3 +105,43 @@ def test_every_run_says_where_its_files_come_from(tmp_path: Path) -> None:
     assert set(PROVENANCE_COLUMNS) < set(where) and all(where.values())
     with (tmp_path / "summary.csv").open(newline="") as file:
         assert next(csv.reader(file)) == [*RUN_COLUMNS, *SUMMARY_COLUMNS, *PROVENANCE_COLUMNS]
+
+
+def test_a_run_saves_after_each_case_and_each_round() -> None:
+    """So that a run that is stopped has lost a round at most."""
+
+    class World:
+        """Answers as ranks would."""
+
+        def start_case(self, case: Case) -> World:
+            return self
+
+        def ask(self, method: str, **arguments: object) -> list[object]:
+            prepared = Prepared(num_parameters=1, gradient_bytes=4, warmup_s=[2.0, 1.0], num_graphs=1)
+            return [{"prepare": prepared, "time": steps(1.0), "loss": 0.5}[method]]
+
+    saved: list[tuple[int, int]] = []
+
+    def save(result: RunResult) -> None:
+        saved.append((sum(c.cold is not None for c in result.cases), sum(len(c.steps("none")) for c in result.cases)))
+        statuses = {row.status for row in summarize(result.cases, ["none"], {}, [])}
+        assert statuses == ({"ok"} if saved[-1][1] else {"failed"})
+        assert any(row.cold_compile_s for row in summarize(result.cases, ["none"], {}, []))
+
+    cases = (Case(implementation="local"), Case(implementation="ddp-eager"))
+    settings = RunSettings(cases=cases, rounds=2, steps=1, only_steps=True)
+    world: Any = World()
+    BenchmarkRun(world, FixedLink("none"), settings, lambda what: None, save).measure()
+    assert saved == [(1, 0), (2, 0), (2, 2), (2, 4)]
+
+
+def test_a_file_is_whole_though_writing_it_again_is_interrupted(tmp_path: Path) -> None:
+    def rows() -> Iterator[dict[str, int]]:
+        yield {"a": 2}
+        raise KeyboardInterrupt
+
+    path = tmp_path / "figures.csv"
+    write_csv(path, ["a"], [{"a": 1}])
+    with pytest.raises(KeyboardInterrupt):
+        write_csv(path, ["a"], rows())
+    assert path.read_text() == "a\n1\n"

@@ -27,16 +27,25 @@ def seeded(make: Callable[[], Any], seed: int = 3) -> Any:
     return make()
 
 
-def pair(make: Callable[[], nn.Module], both: dict[str, Any] | None = None, **settings: Any) -> tuple[Any, Any]:
-    """Ours and DistributedDataParallel's, with equal parameters; ``both`` are settings of both."""
-    ours = ddp_compile(seeded(make), **{"backend": "aot_eager", **(both or {}), **settings})
+def made_on(device: str, make: Callable[[], nn.Module]) -> nn.Module:
+    """Not moved there, since on their way to a device of PrivateUse1 modules lose tied weights (torch 2.13)."""
+    with torch.device(device):
+        return seeded(make)
+
+
+def pair(
+    make: Callable[[], nn.Module], both: dict[str, Any] | None = None, device: str = "cpu", **settings: Any
+) -> tuple[Any, Any]:
+    """Ours, and DistributedDataParallel's on the CPU, with equal parameters; ``both`` are settings of both."""
+    ours = ddp_compile(made_on(device, make), **{"backend": "aot_eager", **(both or {}), **settings})
     return ours, DistributedDataParallel(seeded(make), **(both or {}))
 
 
-def beside_plain(make: Callable[[], nn.Module], **settings: Any) -> tuple[Any, Any]:
-    """Ours and the plain module, with equal parameters."""
+def beside_plain(make: Callable[[], nn.Module], device: str = "cpu", **settings: Any) -> tuple[Any, Any]:
+    """Ours on a device and the plain module on the CPU, with equal parameters."""
     plain = seeded(make)
-    return ddp_compile(copy.deepcopy(plain), **{"backend": "aot_eager", **settings}), plain
+    ours = copy.deepcopy(plain) if device == "cpu" else made_on(device, make)
+    return ddp_compile(ours, **{"backend": "aot_eager", **settings}), plain
 
 
 def own_batch(step: int, width: int, rows: int = 4) -> Tensor:
@@ -74,7 +83,7 @@ def difference(ours: nn.Module, theirs: nn.Module, none_is_zero: bool = False) -
         if found is None or expected is None:
             worst.append(0.0 if found is expected else float("inf"))
         else:
-            worst.append(relative_difference(found, expected))
+            worst.append(relative_difference(found.to(expected.device), expected))
     return largest(worst)
 
 
@@ -116,7 +125,7 @@ def train_beside(
         x = own_batch(step, width, rows)
         for model in models:
             model.zero_grad(set_to_none=set_to_none)
-            step_of(model, x, step)
+            step_of(model, x.to(next(model.parameters()).device), step)
         is_ddps = isinstance(models[1], DistributedDataParallel)
         differences.append((difference if is_ddps else difference_to_mean)(*models))
         for optimizer in optimizers:

@@ -203,12 +203,12 @@ def losses_one_by_one(model: Any, x: Tensor, step: int) -> None:
 
 
 def sparse_regulariser(model: Any, x: Tensor, step: int) -> None:
-    nn.functional.embedding(torch.tensor([1, 2]), model.weight, sparse=True).sum().backward()
+    nn.functional.embedding(torch.tensor([1, 2], device=x.device), model.weight, sparse=True).sum().backward()
     one_backward(model, x)
 
 
 def under_autocast(model: Any, x: Tensor, step: int) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         loss = loss_of(model(x))
     loss.backward()
 
@@ -454,12 +454,13 @@ def train(
     by_hand: bool = False,
     set_to_none: bool = True,
     donated_buffer: bool = False,
+    device: str = "cpu",
     **settings: Any,
 ) -> Trained:
     """Train in one of the `WAYS`; ``by_hand``, backwards are finalized after they have returned."""
     step_of, _, make, is_ddps, _ = WAYS[name]
     settings = {"bucket_cap_mb": 0.003, "backend": backend, **settings}
-    models = (pair if is_ddps else beside_plain)(make, **settings)
+    models = (pair if is_ddps else beside_plain)(make, device=device, **settings)
     ours = models[0]
     ours.require_manual_backward_finalization = by_hand
     launched, num_early = count_early(ours), []

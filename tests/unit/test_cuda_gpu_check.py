@@ -1,24 +1,222 @@
-"""The command that checks everything on a CUDA device: its parts fit into its time limit, and name files that exist."""
+"""The commands that check and time everything on a CUDA device: what they start, their limits, and what they leave."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import json
+import os
+import signal
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("gpu_check", "gpu_bench")
+NO_FIGURES = {"device": "a pretended one"}
 
 
-def test_all_parts_together_fit_into_nine_minutes(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks" / "gpu_check.py")
-    assert spec is not None and spec.loader is not None
-    gpu_check = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = gpu_check
-    spec.loader.exec_module(gpu_check)
-    parts = gpu_check.parts("NVIDIA H200", tmp_path, None)
-    assert sum(part.limit_s for part in parts) < 9 * 60
-    assert str(ROOT / "benchmarks" / "results" / "kernels_nvidia_h200.csv") in parts[-1].command
+@pytest.fixture(autouse=True)
+def benchmarks_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+def program(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def parts_of(name: str, folder: Path) -> list[Any]:
+    found: list[Any] = program(name).parts("cuda", folder)
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_part_is_below_eight_minutes_and_names_files_that_exist(name: str, tmp_path: Path) -> None:
+    parts = parts_of(name, tmp_path)
+    assert len({part.name for part in parts}) == len(parts) > 2
     for part in parts:
+        assert part.limit_s < 8 * 60
         for argument in part.command:
             if argument.startswith(("tests/", "benchmarks/")):
                 assert (ROOT / argument).exists(), argument
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_part_is_estimated_at_less_than_its_limit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program("gpu_check"), "count_tests", lambda *which: 41 if "-k" in which else 80)
+    parts = parts_of(name, tmp_path)
+    for part in parts:
+        assert 0 < part.starts().seconds * 1.2 < part.limit_s, part.name
+    program("gpu_parts").print_estimate(parts)
+    shown = capsys.readouterr().out
+    assert all(part.name in shown for part in parts) and "assumed: 8 s for a process" in shown
+
+
+def test_small_cases_rotate_over_two_buckets() -> None:
+    """With one for each 10 MB of 256 MiB, a way that launches once for each tensor did so 4.5 million times."""
+    bench_kernels = program("bench_kernels")
+    for case in bench_kernels.CASES["cuda"]:
+        buckets = bench_kernels.num_buckets(case, "cuda")
+        assert buckets == 2 if case.numels == bench_kernels.SMALL else buckets * case.moved_bytes >= 256 << 20
+        assert bench_kernels.estimate(case, "cuda").launches < 1_500_000
+
+
+def test_kernel_times_are_written_after_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench_kernels = program("bench_kernels")
+    first, second, *_ = bench_kernels.CASES["cpu"]
+    measured = []
+
+    def measure(case: Any, device: str, rounds: int) -> dict[str, list[float]]:
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(case)
+        return {name: [1.0, 2.0] for name in bench_kernels.ways_of(case)}
+
+    times = tmp_path / "times.csv"
+    monkeypatch.setattr(bench_kernels, "CASES", {"cpu": (first, second)})
+    monkeypatch.setattr(bench_kernels, "measure", measure)
+    monkeypatch.setattr(bench_kernels.os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--output", str(times)])
+    with pytest.raises(KeyboardInterrupt):
+        bench_kernels.main()
+    rows = program("gpu_parts").read_rows(times, "")
+    assert {row["case"] for row in rows} == {first.name} and len(rows) == len(bench_kernels.ways_of(first))
+
+
+# It writes what it has, and then hangs, with a child, deaf to Ctrl-C.
+HANGS = """
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+pathlib.Path(sys.argv[1]).write_text(f"case,us,child\\nfirst,12.5,{child.pid}\\n")
+print("first is done", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_part_that_is_stopped_by_its_limit_leaves_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_parts = program("gpu_parts")
+    monkeypatch.setattr(gpu_parts, "GRACE_S", 0.3)
+    times = tmp_path / "times.csv"
+    part = gpu_parts.Part(
+        name="times",
+        command=[sys.executable, "-c", HANGS, str(times)],
+        limit_s=2,
+        starts=gpu_parts.Starts,
+        figures=lambda said: gpu_parts.read_rows(times, said),
+    )
+    assert part.run(tmp_path, NO_FIGURES, {}) == "FAILED: not done after 2 s"
+    record = json.loads((tmp_path / "times.json").read_text())
+    (row,) = record["figures"]
+    assert (row["case"], row["us"], record["device"]) == ("first", "12.5", "a pretended one")
+    assert record["last_lines"] == ["first is done"] and record["outcome"] == "FAILED: not done after 2 s"
+    state = Path(f"/proc/{row['child']}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_part_that_is_interrupted_leaves_its_figures(tmp_path: Path) -> None:
+    gpu_parts = program("gpu_parts")
+    interrupts = (
+        "import os, signal, time; print('begun', flush=True); os.kill(os.getppid(), signal.SIGINT); time.sleep(9)"
+    )
+    part = gpu_parts.Part(
+        name="part", command=[sys.executable, "-c", interrupts], limit_s=60, starts=gpu_parts.Starts, figures=str.split
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            part.run(tmp_path, NO_FIGURES, {})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    record = json.loads((tmp_path / "part.json").read_text())
+    assert (record["outcome"], record["figures"][0]) == ("FAILED: stopped from outside", "begun")
+
+
+def test_results_of_tests_are_read_from_what_pytest_prints(tmp_path: Path) -> None:
+    gpu_parts = program("gpu_parts")
+    (tmp_path / "test_three.py").write_text(
+        textwrap.dedent("""
+            import pytest
+            @pytest.mark.parametrize("name", ["all reduce", "b"])
+            def test_passes(name): pass
+            def test_fails(): assert False
+            @pytest.mark.skip(reason="why not")
+            def test_skipped(): pass
+            @pytest.mark.skip
+            def test_hangs(): pass
+        """)
+    )
+    options = ["-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(tmp_path), "-v"]
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    part = gpu_parts.Part(
+        name="tests", command=command, limit_s=60, starts=gpu_parts.Starts, figures=gpu_parts.test_results
+    )
+    assert part.run(tmp_path, NO_FIGURES, {}).startswith("FAILED with status 1")
+    figures = json.loads((tmp_path / "tests.json").read_text())["figures"]
+    assert (figures["passed"], figures["skipped"], figures["not_ended"]) == (2, 2, [])
+    assert [test.rpartition("/")[2] for test in figures["failed_tests"]] == ["test_three.py::test_fails"]
+    said = (tmp_path / "tests.log").read_text()
+    killed = gpu_parts.test_results(said[: said.index(" SKIPPED", said.index("test_hangs"))])
+    assert killed["skipped"] == 1 and killed["not_ended"][0].endswith("test_three.py::test_hangs")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_wrong_part_is_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_parts, module = program("gpu_parts"), program(name)
+    with pytest.raises(SystemExit) as ended:
+        gpu_parts.main(name, "", module.parts, ["--device", "cpu", "--part", "tmes"])
+    assert ended.value.code == 2
+    refusal = capsys.readouterr().err
+    assert "--part tmes: there is no such part; pass one of " in refusal
+    assert all(part.name in refusal for part in parts_of(name, Path("anywhere")))
+
+
+def test_without_a_device_the_way_to_rehearse_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert program("gpu_parts").main("gpu-check", "", program("gpu_check").parts, []) == 2
+    assert capsys.readouterr().err == ("gpu-check: torch sees no CUDA device; --dry-run and --device cpu need none\n")
+
+
+def test_rehearsal_on_a_cpu_without_optional_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command: what it runs imports no package that a borrowed machine may lack."""
+    lacking = tmp_path / "lacking"
+    lacking.mkdir()
+    for package in ("expecttest", "tlparse"):
+        (lacking / f"{package}.py").write_text("raise ModuleNotFoundError('not on this machine')")
+    monkeypatch.setenv("PYTHONPATH", str(lacking))
+    words = ["--device", "cpu", "--part", "training_tests", "--output", str(tmp_path / "results")]
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        # Tests that are all skipped have shown nothing.
+        assert program("gpu_parts").main("gpu-check", "", program("gpu_check").parts, words) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    record = json.loads((tmp_path / "results" / "training_tests.json").read_text())
+    assert record["outcome"] == "FAILED: no test ran, all were skipped"
+    assert record["figures"]["skipped"] > 15 and record["figures"]["failed_tests"] == []
+    assert {"python", "torch", "cuda"} <= set(record["versions"]) and record["device"] and record["commit"]
+
+
+@pytest.mark.long
+def test_rehearsal_on_the_pretend_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks train on a device that torch finds by an entry point, as vendors'; what needs CUDA is skipped."""
+    entry_points = tmp_path / "pretend-1.dist-info" / "entry_points.txt"
+    entry_points.parent.mkdir()
+    entry_points.write_text("[torch.backends]\nacc = device:load\n")
+    (entry_points.parent / "METADATA").write_text("Metadata-Version: 2.1\nName: pretend\nVersion: 1\n")
+    folders = (tmp_path, ROOT / "tests" / "pretend_accelerator")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    words = ["--device", "cpu", "--part", "training_tests", "--output", str(tmp_path)]
+    done = subprocess.run([sys.executable, "benchmarks/gpu_check.py", *words], cwd=ROOT, capture_output=True, text=True)
+    record = json.loads((tmp_path / "training_tests.json").read_text())
+    assert done.returncode == 0, done.stdout
+    assert record["outcome"].startswith("passed") and record["figures"]["passed"] == 9

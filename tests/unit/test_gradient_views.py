@@ -87,6 +87,21 @@ def test_they_follow_a_buffer_that_is_resized() -> None:
     assert views.are_free()
 
 
+def test_without_dlpack_they_are_views_that_look_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: Tensor) -> object:
+        raise BufferError(f"Cannot pack tensors on {tensor.device}")
+
+    monkeypatch.setattr(torch.utils.dlpack, "to_dlpack", refuse)
+    flat = torch.zeros(40)
+    places = places_in(flat)
+    views = GradientViews(places)
+    for i, (view, place) in enumerate(zip(views.tensors, places, strict=True)):
+        view.fill_(i + 1)
+        assert torch.equal(view, place) and view.shape == place.shape and view.stride() == place.stride()
+    assert views.make_free(list(views.tensors))  # what stays .grad may be written
+    assert not views.make_free([None] * len(places))  # otherwise the next iteration takes another buffer
+
+
 def gradient_of(parameter: Parameter) -> list[Tensor | None]:
     return [parameter.grad]
 
