@@ -272,7 +272,6 @@ class ShardedBucket:
 
     def leave(self) -> None:
         """Give the parameters memory of their own again."""
-        streams.used_here([self.flat])
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()

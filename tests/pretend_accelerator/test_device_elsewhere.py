@@ -1,4 +1,4 @@
-"""Ranks that train on the device of their number, and have not made it the current one: device 0 is, on every rank."""
+"""Ranks that train elsewhere than one may think: not on the current device, not on the stream that allocated memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from device_ranks import DeviceRanks
-from torch import nn
+from device import extension
+from device_ranks import DeviceRanks, needs_pinned_torch
+from torch import Tensor, nn
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import GradientAllReduce, LocalSGD
+
+pytestmark = needs_pinned_torch
+BUSY_MS = 100
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +88,33 @@ def test_objects_and_barriers_go_to_the_parameters_device(device_ranks: DeviceRa
     for rank, (devices, number, barriers) in enumerate(device_ranks.run(devices_of_objects)):
         assert number >= 6
         assert devices == barriers == {f"acc:{rank}"}
+
+
+def trained_with_shards(is_on_side_stream: bool) -> list[Tensor]:
+    """Memory comes from one stream and is read and freed on another: parameters, and one that a user has set."""
+    device = torch.device("acc", dist.get_rank())
+    torch.accelerator.set_device_index(device.index)
+    torch.manual_seed(0)
+    model: Any = ddp_compile(nn.Linear(8, 8).to(device), backend="eager")
+    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    own = torch.accelerator.current_stream()
+    other = torch.Stream(device) if is_on_side_stream else own
+
+    def train_on_other() -> None:
+        other.wait_stream(own)
+        torch.accelerator.set_stream(other)
+        extension().occupy(other, BUSY_MS)  # so that what it is to read is freed before it gets there
+        train(model, optimizer, device)
+        torch.accelerator.set_stream(own)
+        own.wait_stream(other)
+
+    train_on_other()
+    model.weight.data = model.weight.detach() * 0.5
+    train_on_other()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def test_memory_is_kept_until_it_has_been_read(device_ranks: DeviceRanks) -> None:
+    for on_side, on_own in zip(*(device_ranks.run(trained_with_shards, side) for side in (True, False)), strict=True):
+        for found, expected in zip(on_side, on_own, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
