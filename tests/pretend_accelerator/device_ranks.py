@@ -31,7 +31,7 @@ needs_pinned_torch = pytest.mark.skipif(
     torch.__version__.split("+")[0] != PINNED, reason=f"the pretend accelerator is written for torch {PINNED}"
 )
 WORLD_SIZE = 2
-CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 120.0
 GROUP_TIMEOUT_S = 40.0
 
 

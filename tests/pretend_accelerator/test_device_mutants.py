@@ -13,7 +13,21 @@ from device_ranks import DeviceRanks, needs_pinned_torch
 
 pytestmark = needs_pinned_torch
 
-NOTICED: dict[str, list[Site]] = {}
+CHAIN = "runtime/algorithms/collective_chain.py"
+RING = "runtime/algorithms/low_precision_decentralized.py"
+#: By the program that notices it.
+NOTICED = {
+    "wire dtype": [
+        Site("record", CHAIN, "CollectiveChain.launch"),
+        Site("wait", CHAIN, "CollectiveChain.launch"),
+        Site("record", CHAIN, "_Chain._start_next"),
+        Site("wait", CHAIN, "_Chain.wait"),
+        Site("wait for work", CHAIN, "_Chain.go_on"),
+    ],
+    "ring": [Site("wait for work", RING, "LowPrecisionDecentralizedAlgorithm._await")],
+    "decentralized": [Site("wait for work", "runtime/algorithms/messages.py", "wait_for")],
+    "forward split": [Site("wait for work", "runtime/buckets/bucket.py", "Bucket.wait")],
+}
 PLACEMENT = "side stream"
 
 
