@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import compiled_device
 import device
 import pytest
 import torch
@@ -30,7 +31,7 @@ needs_pinned_torch = pytest.mark.skipif(
     torch.__version__.split("+")[0] != PINNED, reason=f"the pretend accelerator is written for torch {PINNED}"
 )
 WORLD_SIZE = 2
-CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 120.0
 GROUP_TIMEOUT_S = 40.0
 
 
@@ -67,6 +68,7 @@ class DeviceRanks:
         self._connections, self._pids = [], []
 
     def _start(self) -> None:
+        compiled_device.folder()  # here, since it may take longer than a rank's answer
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(WORLD_SIZE)]
         theirs = [pipe[1] for pipe in pipes]
@@ -75,7 +77,7 @@ class DeviceRanks:
         for connection in theirs:
             connection.close()
         self._connections = [pipe[0] for pipe in pipes]
-        self._pids = [self._receive(connection) for connection in self._connections]
+        self._pids = [connection.recv() for connection in self._connections]
 
     def _receive(self, connection: Connection) -> Any:
         if not connection.poll(CALL_TIMEOUT_S):

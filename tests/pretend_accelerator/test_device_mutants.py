@@ -1,6 +1,7 @@
 """Without one of these waits, events or reports of used memory, training on the pretend accelerator comes to nothing.
 
-`tests/races` proves that each such place of the sources is needed. These are those whose absence shows in parameters.
+`tests/races` proves that each such place of the sources is needed. These are those whose absence shows in parameters
+in each run; that of others does by chance, or never.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from device_ranks import DeviceRanks, needs_pinned_torch
 
 pytestmark = needs_pinned_torch
 
-NOTICED: dict[str, list[Site]] = {}
+CHAIN = "runtime/algorithms/collective_chain.py"
+#: By the program that notices it.
+NOTICED = {
+    "wire dtype": [
+        Site("record", CHAIN, "CollectiveChain.launch"),
+        Site("wait", CHAIN, "CollectiveChain.launch"),
+        Site("record", CHAIN, "_Chain._start_next"),
+        Site("wait", CHAIN, "_Chain.wait"),
+        Site("wait for work", CHAIN, "_Chain.go_on"),
+    ],
+    "decentralized": [Site("wait for work", "runtime/algorithms/messages.py", "wait_for")],
+    "forward split": [Site("wait for work", "runtime/buckets/bucket.py", "Bucket.wait")],
+}
 PLACEMENT = "side stream"
 
 

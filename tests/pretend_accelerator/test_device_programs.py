@@ -19,19 +19,13 @@ HARDEST = "side stream, device not set"
 IN_CI = [
     "forward split",
     "regions",
-    "eager",
-    "static graph",
-    "accumulation",
     "grad scaler",
     "fp16 hook",
-    "ByteGrad",
     "shift one",
     "DiLoCo",
     "asynchronous average",
-    "join",
     "measured",
     "sharded",
-    "sharded, grad scaler",
     "sharded, read on another stream",
     "sharded Muon",
     "inductor, regions",
@@ -41,9 +35,7 @@ IN_CI = [
 WAYS_IN_CI = [
     "contributor_that_appears_on_one_rank",
     "gradients_freed_in_between",
-    "hook_after_accumulation",
     "under_autocast",
-    "tied_weights",
     "reentrant_checkpoints",
 ]
 #: The device has no sparse tensors.

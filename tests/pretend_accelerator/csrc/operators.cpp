@@ -169,10 +169,6 @@ bool can_be_queued(const OperatorHandle& op, const Arguments& arguments) {
   const auto& schema = op.schema();
   if (arguments.devices.size() != 1 || op.hasTag(at::Tag::nondeterministic_seeded)) return false;
   if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape)) return false;
-  for (const auto& argument : schema.arguments()) {
-    if (argument.kwarg_only() && writes(argument)) return false;  // out=, which may be resized
-    if (argument.type()->kind() == c10::TypeKind::DeviceObjType) return false;
-  }
   for (const auto& value : arguments.values)
     if (value.isDevice()) return false;  // makes or moves tensors
   for (const auto& result : schema.returns()) {
@@ -191,8 +187,10 @@ at::Tensor on_meta(const at::Tensor& tensor) {
 std::vector<c10::IValue> make_results(const OperatorHandle& op, const Arguments& arguments) {
   const auto& schema = op.schema();
   Stack shapes;
-  for (const auto& result : schema.returns()) {
-    if (writes(result) || !shapes.empty()) continue;
+  bool needs_shapes = false, has_out = false;
+  for (const auto& result : schema.returns()) needs_shapes |= !writes(result);
+  for (const auto& argument : schema.arguments()) has_out |= argument.kwarg_only() && writes(argument);
+  if (needs_shapes || has_out) {
     shapes = arguments.changed(on_meta);
     op.callBoxed(&shapes);
   }
@@ -206,7 +204,11 @@ std::vector<c10::IValue> make_results(const OperatorHandle& op, const Arguments&
     }
     for (size_t j = 0; j < schema.arguments().size(); ++j) {
       const auto* alias = schema.arguments()[j].alias_info();
-      if (alias != nullptr && *alias == *schema.returns()[i].alias_info()) results.push_back(arguments.values[j]);
+      if (alias == nullptr || !(*alias == *schema.returns()[i].alias_info())) continue;
+      const auto& written = arguments.values[j];
+      TORCH_CHECK(!has_out || !written.isTensor() || written.toTensor().sizes() == shapes[i].toTensor().sizes(),
+                  "to be resized, which needs the host");
+      results.push_back(written);
     }
   }
   return results;
@@ -255,7 +257,7 @@ void run_on_cpu(const OperatorHandle& op, Stack* stack) {
     bool are_known = true;
     try {
       results = make_results(op, arguments);
-    } catch (const c10::Error&) {  // no kernel for meta tensors, or an error that the CPU will raise too
+    } catch (const c10::Error&) {  // no kernel for meta tensors, out= of another size, or an error that the CPU has too
       are_known = false;
     }
     if (are_known) {
