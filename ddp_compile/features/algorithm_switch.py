@@ -52,7 +52,8 @@ def set_comm_algorithm(
     step_watch.detach(before, together=True)
     try:
         if differ and optimizers:
-            _average_optimizer_states(optimizers, group, parameters[0].device)
+            with streams.current_device(parameters[0].device):
+                _average_optimizer_states(optimizers, group)
         step_watch.attach(algorithm, state.reduced)
     except Exception:  # raised on every rank, for example if a rank does not know its node
         step_watch.attach(before, state.reduced)
@@ -99,9 +100,7 @@ def _compare_optimizers(
         )
 
 
-def _average_optimizer_states(
-    optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup, device: torch.device
-) -> None:
+def _average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup) -> None:
     """Average moments over the ranks, and take step counts and other numbers from rank 0; raises ReductionError."""
     name = "average of optimizer states"
     states = _states_of(optimizers)
@@ -113,8 +112,7 @@ def _average_optimizer_states(
         return
     values = [each.value.tolist() if isinstance(each.value, Tensor) else each.value for each in numbers]
     try:
-        with streams.current_device(device):
-            dist.broadcast_object_list(values, dist.get_global_rank(process_group, 0), group=process_group)
+        dist.broadcast_object_list(values, dist.get_global_rank(process_group, 0), group=process_group)
     except RuntimeError as error:
         raise error_messages.exchange_failed(name, error) from error
     for each, value in zip(numbers, values, strict=True):

@@ -138,7 +138,7 @@ class Measurement:
         self._report: StepReport | None = None
         self._is_over = False
         self._number = next_number()
-        self._hosts: Any = host_group(group, device)
+        self._hosts: Any = host_group(group, device, own=False)
         self._offsets = _among_ranks(measure_offsets, *self._hosts)
         self._records = StepRecords(
             device,

@@ -86,7 +86,9 @@ def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Mo
         frames of the user's code, but never at torch's. Inside blocks these share code too. Submodules on which
         ``compile()`` was called are left out.
     """
-    left = {each for outer in module.modules() if torch_internals.is_left_to_python(outer) for each in outer.modules()}
+    left = {
+        each for outer in module.modules() if torch_internals.is_disabled_for_dynamo(outer) for each in outer.modules()
+    }
     shared = _first_names(_repeated(module, "", nested=True))
     repeated, inside = set(shared.values()), {each for block in shared.values() for each in block.modules()}
     alone: dict[str, nn.Module] = {}
@@ -215,7 +217,7 @@ class _CompiledCalls:
         if state is None:
             return self.eager
         state.region_begins()
-        if torch_internals.leaves_calls_to_python():
+        if state.runs_uncompiled:
             return self.eager
         if not torch.is_grad_enabled():
             return self.eager if state.evaluates_eagerly else self.evaluation
@@ -250,7 +252,9 @@ def _repeated(module: nn.Module, prefix: str, nested: bool) -> Iterator[tuple[st
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Those in which Dynamo may compile anything."""
-    return ((name, child) for name, child in module.named_children() if not torch_internals.is_left_to_python(child))
+    return (
+        (name, child) for name, child in module.named_children() if not torch_internals.is_disabled_for_dynamo(child)
+    )
 
 
 def _is_block(module: nn.Module) -> bool:

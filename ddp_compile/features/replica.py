@@ -39,6 +39,9 @@ class Replica(Protocol):
     measurement: Measurement | None
 
     @property
+    def runs_uncompiled(self) -> bool: ...
+
+    @property
     def evaluates_eagerly(self) -> bool: ...
 
     def region_begins(self) -> None: ...

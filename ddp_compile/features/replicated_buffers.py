@@ -56,20 +56,19 @@ class ReplicatedBuffers:
         self._process_group = process_group
         self._monitor = monitor
         self._hook: _Hook | None = None
-        present = self.tensors()
-        self._device = next((buffer.device for buffer in present.values()), torch.device("cpu"))
-        self._message = IterationMessage(process_group, self._device, is_on and bool(present), monitor.model_number)
-        self._sizes: list[tuple[torch.dtype, torch.Size]] = []
-        self._digest = b""  # of the sizes
+        # torch's own layers keep the shapes of their buffers.
+        owners = [type(owner) for owner, fqns in self._places if fqns]
+        self._may_change = is_on and any(not cls.__module__.startswith("torch.nn.") for cls in owners)
+        self._device = next((b.device for b in self.tensors().values()), next(module.parameters()).device)
+        self._message = IterationMessage(process_group, self._device, self._may_change, monitor.model_number, own=True)
+        self._described: tuple[Any, bytes] = None, b""  # dtypes and shapes, and a digest of their description
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffers that exist now, by fully qualified name."""
-        return {
-            fqns[name]: buffer
-            for owner, fqns in self._places
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and name in fqns
-        }
+        return {fqn: buffer for fqn, buffer in self._every().items() if buffer is not None}
+
+    def _every(self) -> dict[str, Tensor | None]:
+        return {fqns[n]: b for owner, fqns in self._places for n, b in owner._buffers.items() if n in fqns}
 
     def synchronized(self) -> list[Tensor]:
         """The buffers that are kept equal; none if that is off."""
@@ -92,43 +91,45 @@ class ReplicatedBuffers:
             source: The rank in the group whose buffers are broadcast.
 
         Raises:
-            RanksDifferError: On every rank, if the sizes of a buffer differ.
+            RanksDifferError: On every rank, if the shapes or dtypes of a buffer differ.
             ReductionError: Another rank did not come.
         """
-        buffers = self.synchronized()
-        if not buffers or (self._hook is not None and self._hook.is_after_forward):
+        buffers, hook = self.synchronized(), self._hook
+        if (hook is not None and hook.is_after_forward) or not (buffers or (self._may_change and hook is None)):
             return []
         self._monitor.buffers_are_broadcast(kind)
-        if self._hook is not None:
-            return self._call(self._hook)
+        if hook is not None:
+            return self._call(hook)
         try:
-            self.refuse_other_sizes()
-            with torch_internals.outside_transforms():  # which refuse writes to what they have not been given
+            with torch_internals.outside_transforms():  # they refuse writes to tensors that they were not given
+                self.refuse_differences()
                 broadcast_all(buffers, self._process_group, source)
         except DDPCompileError:
             raise
         except RuntimeError as error:
             failure = ReductionError(
-                f"{this_rank()}: the broadcast of {len(buffers)} buffers from rank {source} before the forward failed:"
-                f" {error}. If that is no cause, another rank has raised, exited, or not called the model; look for its"
-                " error"
+                f"{this_rank()}: the broadcast of {len(buffers)} buffers from rank {source} before the forward"
+                f" failed: {error}. Unless that names the cause, another rank has raised, exited, or not called the"
+                " model; look for its error"
             )
             raise self._monitor.report_failure(failure) from error
         return []
 
-    def refuse_other_sizes(self) -> None:
-        """Raise a RanksDifferError on every rank if sizes of buffers to broadcast differ: gloo would end the process.
+    def refuse_differences(self) -> None:
+        """Raise a RanksDifferError on every rank if a buffer to broadcast has another shape or dtype on some rank.
 
-        A module may replace a buffer by a larger one, for example a cache. No rank knows what the others have done.
+        A module may replace a buffer by a larger one, for example a cache. No rank knows what the others have done, and
+        gloo would end the process.
         """
-        if not self._is_on or not (buffers := self.tensors()):
+        if not self._may_change:
             return
-        sizes = [(buffer.dtype, buffer.shape) for buffer in buffers.values()]
-        if sizes != self._sizes:
+        buffers = self._every()
+        now = [None if buffer is None else (buffer.dtype, buffer.shape) for buffer in buffers.values()]
+        if now != self._described[0]:
             description = json.dumps(describe_buffers(buffers)).encode()
-            self._sizes, self._digest = sizes, hashlib.sha256(description).digest()[:16]
+            self._described = now, hashlib.sha256(description).digest()[:16]
         # Each byte of the answer is the largest of all ranks, and 255 - b stands for the smallest b.
-        own = bytearray(self._digest + bytes(255 - each for each in self._digest))
+        own = bytearray(self._described[1] + bytes(255 - each for each in self._described[1]))
         self._message.send([own])
         (combined,) = self._message.wait()
         if self._message.has_met_another:
@@ -136,8 +137,8 @@ class ReplicatedBuffers:
         if combined != own:
             difference = first_difference(describe_buffers(buffers), self._process_group, self._device)
             raise RanksDifferError(
-                f"{this_rank()}: buffers cannot be broadcast, since their sizes differ between the ranks: {difference}."
-                " Give the buffer one size on every rank, leave it out with parameters_to_ignore, or pass"
+                f"{this_rank()}: buffers cannot be broadcast, since they differ in shape or dtype: {difference}. Give"
+                " the buffer the same ones on every rank, leave it out with parameters_to_ignore, or pass"
                 " broadcast_buffers=False"
             )
 

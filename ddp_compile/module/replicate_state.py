@@ -70,7 +70,7 @@ class ReplicateState:
         # Whether ``generate`` or a forward with gradients is under way; see `naming_parameters` and
         # `await_before_python`.
         self._is_generating = self._is_training = self._names_parameters = self._has_waited = False
-        self._was_compiled = False  # with gradients
+        self._was_compiled = self._ran_uncompiled = False  # any forward with gradients; the last one
         self._compiles_again = False
         # The second counter includes forwards that `prepare_for_backward_of` announces.
         self._num_forwards = self._num_with_gradients = 0
@@ -231,7 +231,7 @@ class ReplicateState:
         self.monitor.forward_begins(kind)
         self._refuse_wrapper_around(module)
         if not torch.is_grad_enabled():
-            is_eager = self.evaluates_eagerly or torch_internals.leaves_calls_to_python()
+            is_eager = self.runs_uncompiled or self.evaluates_eagerly
             evaluate = self._call_eagerly if is_eager else self._call_evaluation
             self.await_parameters()
             with self.reducer.algorithm.using_parameters(trains=False):
@@ -275,6 +275,13 @@ class ReplicateState:
             self._names_parameters = before
 
     @property
+    def runs_uncompiled(self) -> bool:
+        """Whether a call cannot run compiled code now; a checkpoint's recomputation runs what its forward ran."""
+        if torch_internals.is_inside_backward():
+            return self._ran_uncompiled
+        return torch_internals.leaves_calls_to_python()
+
+    @property
     def evaluates_eagerly(self) -> bool:
         """Whether a forward without gradients would run uncompiled now."""
         if self._is_training or torch_internals.is_inside_backward():
@@ -302,7 +309,8 @@ class ReplicateState:
             if self.requires_sync:
                 self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
             self._is_training = True
-            if torch_internals.leaves_calls_to_python():
+            self._ran_uncompiled = self.runs_uncompiled
+            if self._ran_uncompiled:
                 return self._call_eagerly(module, *args, **kwargs)
             self._was_compiled = True
             if not module.training:
@@ -383,7 +391,7 @@ class ReplicateState:
 
     def broadcast_model(self, source: int) -> None:
         """Give every rank the parameters of one rank in the group, and that rank's buffers if buffers are broadcast."""
-        self.buffers.refuse_other_sizes()
+        self.buffers.refuse_differences()
         broadcast_all([*self._all_parameters, *self.buffers.synchronized()], self.process_group, source)
 
     def shadow_buffers(self, source: int) -> None:

@@ -75,12 +75,13 @@ from ddp_compile.torch_internals.graph_breaks import GraphBreaks, in_python, lea
 from ddp_compile.torch_internals.module_calls import (
     active_ddp,
     compiled_call_of,
-    has_swapped_parameters,
     inside_optimizer_step,
-    is_left_to_python,
+    is_disabled_for_dynamo,
     is_module_call,
+    only_stands_in,
     outside_transforms,
     set_compiled_call,
+    swapped_in,
 )
 from ddp_compile.torch_internals.operator_times import OperatorTimes
 from ddp_compile.torch_internals.process_groups import (

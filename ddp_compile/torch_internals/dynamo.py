@@ -121,10 +121,10 @@ def traced_call_of(
 
 
 def leaves_calls_to_python() -> bool:
-    """Whether compiled code must not be called now, since Dynamo would leave it to Python, some of it forever.
+    """Whether Dynamo would leave a call to Python now, and mark its code so that it is never compiled.
 
-    That is the case inside a dispatch mode such as FlopCounterMode, a transform of ``torch.func``, forward-mode AD and
-    ``set_stance("force_eager")``.
+    It does so inside a dispatch mode such as FlopCounterMode, a transform of ``torch.func`` and forward-mode AD. Inside
+    ``set_stance("force_eager")`` nothing is compiled either.
     """
     import torch._dynamo.eval_frame as eval_frame
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any
@@ -32,12 +32,8 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) 
         module._compiled_call_impl = call
 
 
-def is_left_to_python(module: torch.nn.Module) -> bool:
-    """Whether nothing that a module's call runs may be compiled.
-
-    That is a module of TorchScript, or one that ``torch.compiler.disable`` was called on: on the module, its class or
-    its forward.
-    """
+def is_disabled_for_dynamo(module: torch.nn.Module) -> bool:
+    """Whether a module is TorchScript's, or ``torch.compiler.disable`` was called on it, its class or its forward."""
     from torch._dynamo.eval_frame import DisableContext
 
     if isinstance(module, torch.jit.ScriptModule) or isinstance(getattr(module, "dynamo_ctx", None), DisableContext):
@@ -54,19 +50,21 @@ def active_ddp() -> DistributedDataParallel | None:
 def inside_optimizer_step() -> bool:
     """Whether this thread is inside an optimizer's step, for example in its closure."""
     wrap: Any = torch.optim.Optimizer.profile_hook_step  # wraps the step of every class
-    return _is_running(wrap(wrap).__code__)
+    return next(_frames_of(wrap(wrap).__code__), None) is not None
 
 
-def has_swapped_parameters(module: torch.nn.Module) -> bool:
-    """Whether other tensors stand in for parameters, for one call as a rule.
+def swapped_in() -> set[int]:
+    """The ids of the tensors that ``torch.func.functional_call`` has put into modules, in calls that led here."""
+    calls = _frames_of(stateless._functional_call.__code__)  # Note [Frames whose locals are read] in wrappers.py
+    return {id(tensor) for call in calls for tensor in call.f_locals["parameters_and_buffers"].values()}
 
-    ``torch.func.functional_call`` swaps any tensors in. Others, such as ``torch.export`` and torchopt, swap in fake
-    tensors or tensors that are no parameters, which nobody can assign to a module for good.
+
+def only_stands_in(parameter: torch.Tensor) -> bool:
+    """Whether what is in a parameter's place was not assigned to it: that must be a parameter.
+
+    ``torch.export`` puts fake tensors there during a call, and torchopt tensors that it has computed.
     """
-    parameters = [p for owner in module.modules() for p in owner._parameters.values() if p is not None]
-    return any(not isinstance(p, torch.nn.Parameter) or fake_tensor.is_fake(p) for p in parameters) or _is_running(
-        stateless._functional_call.__code__
-    )
+    return not isinstance(parameter, torch.nn.Parameter) or fake_tensor.is_fake(parameter)
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
@@ -74,11 +72,10 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
-def _is_running(code: CodeType) -> bool:
-    """Whether this thread is inside a function with this code."""
+def _frames_of(code: CodeType) -> Iterator[FrameType]:
+    """The frames of a function that this thread is inside of, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
-            return True
+            yield frame
         frame = frame.f_back
-    return False

@@ -62,11 +62,11 @@ def describe_module(
     return lines
 
 
-def describe_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
+def describe_buffers(buffers: Mapping[str, Tensor | None]) -> list[str]:
     """Lines that must be the same on every rank before buffers, by name, are broadcast."""
     return [
-        f"buffer {name}: {_dtype_name(buffer)}{list(buffer.shape)}{_part_here(buffer)}"
-        for name, buffer in buffers.items()
+        f"buffer {name}: {'None' if b is None else f'{_dtype_name(b)}{list(b.shape)}{_part_here(b)}'}"
+        for name, b in buffers.items()
     ]
 
 

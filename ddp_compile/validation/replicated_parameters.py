@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.validation.wrappers import reduces_by_itself, reducing_wrappers_inside
+from ddp_compile.validation.wrappers import reducing_wrappers_inside
 
 # Of all replicated modules.
 _alive: weakref.WeakSet[ReplicatedParameters] = weakref.WeakSet()
@@ -41,6 +41,9 @@ class ReplicatedParameters:
         self._names = {id(parameter): name for name, parameter in self.named.items()}
         self._properties = {id(parameter): _properties(parameter) for parameter in self.named.values()}
         self._wrappers = reducing_wrappers_inside(module)
+        self._originals: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = weakref.WeakKeyDictionary(
+            {owner: {name: p for name, p in owner._parameters.items() if p is not None} for owner in module.modules()}
+        )
         self._frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
     def shared_with_others(self) -> list[str]:
@@ -70,42 +73,27 @@ class ReplicatedParameters:
         """Refuse parameters other than those that were replicated.
 
         A frozen or moved or renamed parameter is no change: a generator's step freezes the discriminator, and
-        unfreezes it afterwards. If gradients are missing for that reason, `MissingGradientError` says so. Nor are
-        tensors that stand in for parameters during one call: what derives them from parameters passes gradients on.
+        unfreezes it afterwards. If gradients are missing for that reason, `MissingGradientError` says so. Nor is a
+        tensor that stands in for a parameter during one call: gradients reach the parameter if it is computed from it.
         """
-        if self._is_as_it_was(module) or torch_internals.has_swapped_parameters(module):
-            return
         wrappers = [wrapper for wrapper in reducing_wrappers_inside(module) if wrapper not in self._wrappers]
         changes = [*wrappers, *self._changes(module)]
         if changes:
             raise error_messages.parameters_changed(changes)
 
-    def _is_as_it_was(self, module: nn.Module) -> bool:
-        """A quick check without names: True only if nothing has changed."""
-        known, missing = self._properties, set(self._properties)
-        seen: set[int] = set()
-        types: set[type] = set()
-        to_see = [module]
-        while to_see:
-            owner = to_see.pop()
-            if id(owner) in seen:
-                continue
-            seen.add(id(owner))
-            to_see.extend(child for child in owner._modules.values() if child is not None)
-            for parameter in owner._parameters.values():
-                if parameter is None:
-                    continue
-                was = known.get(id(parameter))
-                if parameter.requires_grad if was is None else was != _properties(parameter):
-                    return False
-                missing.discard(id(parameter))
-            types.add(type(owner))
-        return not missing and not any(map(reduces_by_itself, types))
+    def _present(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The parameters by all their names, in place of the tensors that stand in for them during one call."""
+        swapped_in = torch_internals.swapped_in()
+        for prefix, owner in module.named_modules(remove_duplicate=False):
+            originals = self._originals.get(owner, {})
+            for name, present in owner._parameters.items():
+                if present is not None:
+                    is_other = id(present) in swapped_in or torch_internals.only_stands_in(present)
+                    yield f"{prefix}.{name}".lstrip("."), originals.get(name, present) if is_other else present
 
     def _changes(self, module: nn.Module) -> list[str]:
-        now = reduced_parameters(module, self._ignored)
-        present = {id(parameter): parameter for parameter in module.parameters()}
-        at = dict(module.named_parameters(remove_duplicate=False))
+        at = dict(self._present(module))
+        present = {id(parameter): parameter for parameter in at.values()}
         changes: dict[str, list[str]] = {}  # names, by what happened to them
         for number, name in self._names.items():
             if number not in present:
@@ -115,8 +103,10 @@ class ReplicatedParameters:
             elif (is_now := _properties(present[number])) != (was := self._properties[number]):
                 changes.setdefault(_difference(was, is_now), []).append(name)
         gone = {name for number, name in self._names.items() if number not in present}
-        for name, parameter in now.items():
-            if id(parameter) not in self._names and name not in gone:
+        known = self._names.keys() | {id(parameter) for name, parameter in at.items() if name in self._ignored}
+        for name, parameter in at.items():
+            if parameter.requires_grad and id(parameter) not in known and name not in gone:
+                known.add(id(parameter))
                 what = "unfrozen" if name in self._frozen else "added"
                 changes.setdefault(what, []).append(name)
         return [f"{what}: {', '.join(names)}" for what, names in changes.items()]
@@ -130,7 +120,7 @@ class ReplicatedParameters:
         ]
 
 
-def _properties(parameter: nn.Parameter) -> _Properties:
+def _properties(parameter: Tensor) -> _Properties:
     return parameter.dtype, parameter.device, parameter.shape
 
 

@@ -49,7 +49,8 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
     """
     for name, submodule in module.named_modules():
         kind = _kind_of(type(submodule))
-        if kind is None or (name and (kind == "FSDPModule" or torch_internals.is_left_to_python(submodule))):
+        is_left = kind in ("OptimizedModule", "ScriptModule") and torch_internals.is_disabled_for_dynamo(submodule)
+        if kind is None or (name and (kind == "FSDPModule" or is_left)):
             continue
         where = f"submodule {name}" if name else "the module"
         raise ReplicationError(

@@ -58,11 +58,8 @@ def split_forward_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _find_boundaries(gm: fx.GraphModule, ctx: PassContext) -> list[_Boundary]:
-    """One boundary for each bucket with gradients from the graph, in the order in which the backward reaches them.
-
-    A parameter that a partition only reads, for example under ``no_grad`` in a spectral norm, still gets its gradient
-    after that partition's backward: it is one of the partition's inputs.
-    """
+    """One boundary for each bucket with gradients from the graph, in the order in which the backward reaches them."""
+    # Reads under no_grad count: the gradient waits for the backward of each partition that gets the parameter.
     reads: dict[int, int] = {}
     for position, node in enumerate(gm.graph.nodes):
         for argument in node.all_input_nodes:

@@ -59,7 +59,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
         self._device = next(iter(parameters.values())).device
         self._group = own_group(self.process_group, self._device)
-        self._hosts = host_group(self._group, self._device)  # gloo notices a killed rank
+        self._hosts = host_group(self._group, self._device, own=False)  # gloo notices a killed rank
         super().attach(parameters)
         self._gate = ParameterGate(self._device, self.parameters.versions, self._written_outside)
         self._steps = _GatedSteps(list(parameters.values()), self._gate)

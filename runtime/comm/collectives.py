@@ -43,14 +43,11 @@ def first_difference(description: Sequence[str], process_group: dist.ProcessGrou
     """Compare descriptions by one small all-reduce. Every rank calls it.
 
     Only if they differ, the ranks gather digests, rank 0 sends its description, and then one rank sends its first
-    difference.
+    difference, which every rank returns; otherwise the text is empty.
 
     Args:
         description: One line for each thing that has to agree: ``"weight: float32[4, 4]"``.
         device: Device for the messages, one that the process group can reach.
-
-    Returns:
-        The first line that differs from rank 0's, the same text on every rank; empty if none does.
     """
     different = ranks_unlike_rank_0(json.dumps(description).encode(), process_group, device)
     if not different:

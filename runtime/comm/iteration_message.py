@@ -26,11 +26,17 @@ class IterationMessage:
     Args:
         process_group: The ranks. All of them construct this object at the same time.
         is_needed: Whether anything will be sent; the same on every rank.
+        own: Whether gloo has to send it over a group of its own; see `host_group`.
         sender: Number of the model, to tell its messages from those of other models in the process group.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup, device: torch.device, is_needed: bool, sender: int = 1
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        is_needed: bool,
+        sender: int = 1,
+        own: bool = False,
     ) -> None:
         self._is_alone = process_group.size() == 1
         # The reduction returns the maximum of each byte, so both come back unchanged only if all ranks sent the same.
@@ -39,7 +45,7 @@ class IterationMessage:
         self.has_met_another = False  #: whether another rank sent another model's message, or another mark
         self._group, self._device = process_group, device
         if is_needed and not self._is_alone:
-            self._group, self._device = host_group(process_group, device)
+            self._group, self._device = host_group(process_group, device, own)
         self._flags: Tensor | None = None
         self._lengths: list[int] = []
         self._work: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from ddp_compile import torch_internals
 from ddp_compile.errors import on_ranks, this_rank
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
+
+_OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Any, torch.device]] = weakref.WeakKeyDictionary()
 
 
 def group_of(
@@ -54,20 +57,24 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.Pr
     return group_of(dist.get_process_group_ranks(process_group), process_group, device)
 
 
-def host_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[Any, torch.device]:
+def host_group(process_group: dist.ProcessGroup, device: torch.device, own: bool) -> tuple[Any, torch.device]:
     """A process group of the same ranks for messages between hosts, and the device of these messages.
 
     It is the process group itself if its tensors are on a device without streams. Otherwise it is a gloo group, made
-    without ``torch.distributed.new_group``, which would keep it until all groups are destroyed.
+    without ``torch.distributed.new_group``, which would keep it until all groups are destroyed. With ``own``, it is one
+    for all models of the process group, also of gloo's: ranks out of step must pair no message with a bucket.
     """
-    store: Any = process_group.get_group_store() if streams.has_streams(device) else None
+    if own and process_group in _OWN:
+        return _OWN[process_group]
+    is_other = streams.has_streams(device) or (own and dist.get_backend(process_group) == "gloo")
+    store: Any = process_group.get_group_store() if is_other else None
     if store is None:  # the process group is written in Python, so gloo could not find the peers; or no group is needed
         return process_group, device
     torch_distributed: Any = dist  # it exports these, but not in ``__all__``
     own_store = torch_distributed.PrefixStore(f"ddp_compile/{name_from_rank_0(process_group, device)}/hosts", store)
     timeout = torch_internals.group_timeout(process_group, device)
     group = torch_distributed.ProcessGroupGloo(own_store, process_group.rank(), process_group.size(), timeout)
-    return group, torch.device("cpu")
+    return _OWN.setdefault(process_group, (group, torch.device("cpu"))) if own else (group, torch.device("cpu"))
 
 
 def objects_of_all(own: Any, process_group: dist.ProcessGroup, device: torch.device) -> list[Any]:

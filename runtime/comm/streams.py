@@ -150,10 +150,7 @@ def current(device: torch.device) -> Stream | None:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, it is the current device, to which NCCL sends objects and barriers; of a CPU there is only one.
-
-    A user who has not called ``torch.cuda.set_device`` has the same current device on all ranks.
-    """
+    """Inside, it is the current device, where NCCL sends objects and barriers: the user may not have set it."""
     return torch.accelerator.device_index(device.index)
 
 

@@ -69,6 +69,7 @@ def of_each_kind() -> dict[str, list[Recipe]]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kinds", of_each_kind())
 def test_each_kind_trains_with_inductor(ranks: Ranks, kinds: str) -> None:
     recipes = of_each_kind()[kinds]

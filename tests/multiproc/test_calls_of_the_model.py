@@ -18,6 +18,7 @@ from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_compile import RanksDifferError, ddp_compile
@@ -163,6 +164,33 @@ class Normalized(nn.Module):
         return self.norm(self.layer(x))
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Blocks() for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_recomputation_runs_what_the_forward_ran(reentrant: bool) -> None:
+    """The mode ends before the backward, in which the blocks of the checkpoints run again."""
+    ours, plain = beside_plain(lambda: Checkpointed(reentrant), bucket_cap_mb=CAP_MB, regions=[Blocks])
+
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        with FlopCounterMode(display=False) if step in (0, 2) else contextlib.nullcontext():
+            loss = model(x.requires_grad_()).square().mean()
+        loss.backward()
+
+    assert max(train_beside((ours, plain), step_of, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
+    assert ours._ddp_compile_state.regions.num_training_graphs
+
+
 @pytest.mark.long
 @on_ranks(2)
 def test_export_of_a_module_with_buffers() -> None:
@@ -256,6 +284,37 @@ def test_buffers_may_grow_alike() -> None:
     for rows in (4, 6, 5):
         assert max(train_beside((ours, plain), num_steps=2, width=WIDTH, rows=rows, lr=0.1)) < 1e-5
     assert ours.positions.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+class Lazy(nn.Linear):
+    """With a buffer that is None at first."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("cache", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.cache is None else super().forward(x) * self.cache
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_buffers_that_are_none_at_first() -> None:
+    model = ddp_compile(Lazy(), backend="eager")
+    one_backward(model, own_batch(0, WIDTH))
+    model.cache = torch.full((WIDTH,), dist.get_rank() + 1.0)
+    one_backward(model, own_batch(1, WIDTH))
+    assert float(model.cache[0]) == 1.0
+    if dist.get_rank():
+        model.cache = None
+    with pytest.raises(
+        RanksDifferError, match=r"buffer cache: float32\[16\] on rank 0 is buffer cache: None on rank 1"
+    ):
+        model(own_batch(2, WIDTH))
+    if dist.get_rank():
+        model.cache = torch.ones(WIDTH, dtype=torch.float64)
+    with pytest.raises(RanksDifferError, match=r"float32\[16\] on rank 0 is buffer cache: float64\[16\] on rank 1"):
+        model(own_batch(2, WIDTH))
 
 
 @pytest.mark.parametrize("longer", [0, 1])

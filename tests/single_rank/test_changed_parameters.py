@@ -187,6 +187,46 @@ def test_a_tensor_swapped_in_for_one_call_is_no_change(call: Change) -> None:
             train(model, num_steps=4)
 
 
+def through_functional_call(model: Any) -> Any:
+    derived = {name: 0.5 * parameter for name, parameter in model.named_parameters()}
+    return torch.func.functional_call(model, derived, (torch.randn(2, 4),))
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.gain = inner, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.inner(x)
+
+
+def through_an_outer_functional_call(model: Any) -> Any:
+    return torch.func.functional_call(Around(model), {"gain": torch.ones(())}, (torch.randn(2, 4),))
+
+
+def beside_a_tensor_in_a_place(model: Any) -> Any:
+    model.layer._parameters["bias"] = 0.5 * model.named["layer.bias"]
+    return model(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("change", ["add_adapters", "replace_head", "unfreeze"])
+@pytest.mark.parametrize(
+    "call", [through_functional_call, through_an_outer_functional_call, beside_a_tensor_in_a_place]
+)
+def test_a_change_behind_swapped_tensors_is_named(call: Change, change: str, settings: dict[str, Any]) -> None:
+    """The places in which other tensors stand in are left out of the check, and no others."""
+    model = replicated(**settings)
+    model.__dict__["named"] = dict(model.named_parameters())
+    train(model)
+    make, named = CHANGES[change]
+    make(model)
+    with pytest.raises(ParametersChangedError, match=re.escape(named.split(": ")[1])):
+        for _ in range(8):
+            call(model).sum().backward()
+
+
 def test_the_way_out_leads_out() -> None:
     model = replicated()
     train(model)
