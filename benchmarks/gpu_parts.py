@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "pytest", "pytest-timeout", "hypothesis")
 #: Time for a command to write what it has, after it has been told to stop.
 GRACE_S = 10
-#: No part may be longer: a borrowed machine runs a command for ten minutes, and the limit's grace is in addition.
+#: No part may be longer, so that each fits into ten minutes; the grace is in addition.
 LONGEST_S = 8 * 60
 #: Lines of a part's output in its JSON.
 TAIL_LINES = 60

@@ -57,8 +57,6 @@ bucket 1 not launched early: all gradients are there only when the backward of t
 graph 0: 2 buckets, 2 partitions
   cut at chunk
     test_explain_text.py:28  upper, lower = self.first.weight.chunk(2)
-  at matmul: cut moved up to chunk: chunk, a tuple, cannot cross partitions
-    test_explain_text.py:30  return torch.cat([x @ upper.t(), x @ lower.t()], dim=1) + self.first.bias
 """,
     )
     document = json.loads(relative(data.read_text()))
@@ -101,14 +99,7 @@ graph 0: 2 buckets, 2 partitions
                                         'code': 'upper, lower = self.first.weight.chunk(2)'}}],
              'launches_in_backward': False,
              'not_cut': [],
-             'refusals': [{'node': 'matmul',
-                           'reason': 'cut moved up to chunk: chunk, a tuple, cannot cross '
-                                     'partitions',
-                           'bucket': 0,
-                           'source': {'file': 'test_explain_text.py',
-                                      'line': 30,
-                                      'code': 'return torch.cat([x @ upper.t(), x @ lower.t()], '
-                                              'dim=1) + self.first.bias'}}]}],
+             'refusals': []}],
  'regions': [],
  'in_no_graph': [],
  'breaks': [],
