@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
 from ddp_compile.features.uneven_inputs import UnevenInputs
-from ddp_compile.runtime.comm import process_groups
+from ddp_compile.runtime.comm import process_groups, streams
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
 
 NUM_STEPS = 6
@@ -122,9 +122,10 @@ def test_flags_of_all_ranks_are_heard(world_size: int) -> None:
 
 @contextmanager
 def without_a_gpu() -> Iterator[None]:
-    """The name of a group of hosts is agreed on over the process group, with tensors on the gradients' device."""
+    """As if there were one; the name of a group of hosts is agreed on with tensors on the gradients' device."""
     agree = process_groups.name_from_rank_0
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(streams.backend, "has_streams", lambda device: device.type == "cuda")
         patched.setattr(process_groups, "name_from_rank_0", lambda group, _: agree(group, torch.device("cpu")))
         yield
 
@@ -137,9 +138,9 @@ def message_beside_a_gpu(with_store: bool) -> tuple[str, list[list[int]]]:
         return "", []
     gpu = torch.device("cuda", 0)
     dist.barrier(first_two)  # a rank that is done must not close connections that the other is still making
-    if not with_store:
-        return str(IterationMessage(WithoutStore(first_two), gpu, is_needed=True)._device), []
     with without_a_gpu():
+        if not with_store:
+            return str(IterationMessage(WithoutStore(first_two), gpu, is_needed=True)._device), []
         message = IterationMessage(first_two, gpu, is_needed=True)
     assert message._group is not first_two
     message.send([bytearray([dist.get_rank() == 0, dist.get_rank() == 1, 0])])
