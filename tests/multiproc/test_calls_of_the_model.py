@@ -279,6 +279,7 @@ class Cached(nn.Module):
 
 
 @on_ranks(2)
+@torch.compiler.set_stance("force_eager")
 def test_buffers_may_grow_alike() -> None:
     ours, plain = beside_plain(Cached)
     for rows in (4, 6, 5):
