@@ -116,7 +116,11 @@ def with_hook(where: Where, hook: Any, state: Callable[[], Any] = lambda: dist.g
 
 
 def power_sgd_state() -> Any:
-    return powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=1, start_powerSGD_iter=3)
+    """Without error feedback: torch's hook computes the error on the stream of its callback, and frees the memory that
+    it reads and the error of the last iteration without a call of record_stream."""
+    return powerSGD_hook.PowerSGDState(
+        dist.group.WORLD, matrix_approximation_rank=1, start_powerSGD_iter=3, use_error_feedback=False
+    )
 
 
 def with_grad_scaler(where: Where, is_sharded: bool = False) -> Parameters:

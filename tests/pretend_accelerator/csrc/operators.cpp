@@ -179,8 +179,14 @@ bool can_be_queued(const OperatorHandle& op, const Arguments& arguments) {
   return true;
 }
 
+// A copy of a wrapped Python number is one too, so that no dtype is promoted for it.
+at::Tensor keep_wrapped(const at::Tensor& original, const at::Tensor& copy) {
+  copy.unsafeGetTensorImpl()->set_wrapped_number(original.unsafeGetTensorImpl()->is_wrapped_number());
+  return copy;
+}
+
 at::Tensor on_meta(const at::Tensor& tensor) {
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+  return keep_wrapped(tensor, at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta)));
 }
 
 // What an operator returns: arguments that it writes, and new tensors, whose shapes a run on meta tensors tells.
@@ -216,9 +222,10 @@ std::vector<c10::IValue> make_results(const OperatorHandle& op, const Arguments&
 
 // The task reads and writes memory that it does not own, as a kernel does.
 void queue(const OperatorHandle& op, const Arguments& arguments, const std::vector<c10::IValue>& results) {
-  auto view = [](const at::Tensor& tensor) {
+  auto view = [](const at::Tensor& tensor) -> at::Tensor {
     if (tensor.is_privateuseone()) return cpu_view(tensor);
-    return tensor.dim() == 0 ? tensor.clone() : tensor;  // numbers are given to a kernel by value
+    // Numbers are given to a kernel by value.
+    return tensor.dim() == 0 ? keep_wrapped(tensor, tensor.clone()) : tensor;
   };
   std::vector<c10::IValue> targets;
   for (size_t i = 0; i < results.size(); ++i)
