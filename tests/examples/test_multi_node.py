@@ -1,4 +1,4 @@
-"""The script of docs/multi_node.md, with stand-ins for SLURM's commands: two machines, which are both this one."""
+"""The script of docs/integrations.md, with stand-ins for SLURM's commands: two machines, which are both this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "multi_node.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 SCRIPT = """
 import torch
 import torch.distributed as dist
