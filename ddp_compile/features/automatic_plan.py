@@ -33,7 +33,7 @@ from ddp_compile.plan.costs import Collective, Costs
 from ddp_compile.plan.packing import replan
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.costs import collective_of, computation_of
-from ddp_compile.report.steps import StepReport
+from ddp_compile.report.step_report import StepReport
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.link_sweep import BUDGET_S, measure_link
 from ddp_compile.runtime.desync.model_order import is_agreement_point

@@ -28,8 +28,8 @@ from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.features.replica import Replica
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
-from ddp_compile.report.over_ranks import covered
-from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer
+from ddp_compile.report.step_report import StepReport
+from ddp_compile.report.steps import RankStep, Step, Transfer, union_length
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.host_clock import Offset, exchange_bytes, measure_offsets
 from ddp_compile.runtime.comm.process_groups import host_group
@@ -242,12 +242,11 @@ class Measurement:
         return StepReport(
             model=self._model,
             algorithm=replica.reducer.algorithm.name,
-            plan_digest=plan.digest,
-            buckets=_describe(plan),
-            steps=[
+            plan=plan,
+            steps=tuple(
                 _step({rank: steps[number] for rank, steps in zip(self._ranks, everyone, strict=True)})
                 for number in sorted(numbers)
-            ],
+            ),
             clock_error_s=sum(sorted(offset.error_ns for offset in offsets)[-2:]) / 1e9,
             device=self._device.type,
             explanation=self._explain(),
@@ -321,18 +320,6 @@ def _among_ranks(exchange: Callable[..., Result], *args: Any) -> Result:
 
 
 # From raw records to those of the report.
-
-
-def _describe(plan: BucketPlan) -> tuple[BucketInfo, ...]:
-    return tuple(
-        BucketInfo(
-            index=bucket.index,
-            names=tuple(gradient.fqn for gradient in bucket.gradients),
-            num_bytes=bucket.num_bytes,
-            dtype=bucket.dtype,
-        )
-        for bucket in plan.buckets
-    )
 
 
 def _to_list(step: RawStep) -> list[Any]:
@@ -413,4 +400,4 @@ def _step(raw: Mapping[int, RawStep]) -> Step:
 def _drained_ns(step: RawStep) -> float:
     """How long the rank was blocked, but not for one of the transfers."""
     waits = [(t.waited_from, t.waited_until) for t in step.transfers if t.waited_until is not None]
-    return covered([*step.blocked, *waits]) - covered(waits)
+    return union_length([*step.blocked, *waits]) - union_length(waits)

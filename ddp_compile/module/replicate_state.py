@@ -99,9 +99,7 @@ class ReplicateState:
         self.sharded.attach(broadcast=config.init_sync)
         self.delayed = DelayedAllReduce(config.delayed, process_group)
         region_of = region_of_parameters(list(self.reduced), regions)
-        self.builder = PlanBuilder(
-            gradients, config.caps_bytes, algorithm.traits.layout, region_of, config.max_bucket_bytes
-        )
+        self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
         if saved.plan is not None:
             self.builder.use(saved.plan)
         self._compile_calls(module, compile_settings, in_backward, bool(regions))
@@ -158,8 +156,8 @@ class ReplicateState:
         ]
         verify_modules_agree(description, self.process_group, self.device)
         refuse_objection(objection)
-        if saved.objection:
-            raise ValueError(f"{this_rank()}: {saved.objection}")
+        if saved.error:
+            raise ValueError(f"{this_rank()}: {saved.error}")
         self.parameters.refuse_shared()
 
     def _compile_calls(

@@ -7,8 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ddp_compile.plan.packing import check_layout, pack
-from ddp_compile.plan.planner import Capacities, Planner
+from ddp_compile.plan.packing import check_caps, check_layout, pack
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
 
 
@@ -28,7 +27,6 @@ class PlanBuilder:
         caps_bytes: Bucket capacities in bytes, see `plan_buckets`. Each frame starts with the first one.
         layout: See `BucketSpec`.
         region_of: The region of each parameter that is in one, by index; see `pack`.
-        largest_bytes: See `Capacities`.
 
     Raises:
         ValueError: As `plan_buckets`.
@@ -40,13 +38,12 @@ class PlanBuilder:
         caps_bytes: Sequence[int],
         layout: Layout = "padded",
         region_of: Mapping[int, int] = MappingProxyType({}),
-        largest_bytes: int | None = None,
     ) -> None:
         check_layout(layout)
+        check_caps(caps_bytes)
         assert [gradient.index for gradient in gradients] == list(range(len(gradients)))
         self.gradients = tuple(gradients)
         self.caps_bytes = tuple(caps_bytes)
-        self.planner: Planner = Capacities(self.caps_bytes, largest_bytes)
         self.layout = layout
         self.region_of = region_of
         self.sealed: BucketPlan | None = None
@@ -73,7 +70,7 @@ class PlanBuilder:
 
     def _pack_frame(self, gradients: Sequence[GradientSpec]) -> None:
         frame = len(self._frames)
-        buckets = pack(gradients, self.planner, self.layout, frame=frame)
+        buckets = pack(gradients, self.caps_bytes, self.layout, frame=frame)
         self._frames.append(buckets)
         self._num_buckets += len(buckets)
         for position, bucket in enumerate(buckets):
@@ -125,7 +122,7 @@ class PlanBuilder:
         # Sorting is stable: parameters of a region keep their order.
         places = {index: begins.get(self.region_of.get(index, -1), place) for place, index in enumerate(order)}
         tail = [self.gradients[index] for index in sorted(order, key=places.__getitem__)]
-        return pack(tail, self.planner, self.layout, frame=None, region_of=self.region_of)
+        return pack(tail, self.caps_bytes, self.layout, frame=None, region_of=self.region_of)
 
     def lay_out_as(self, layout: Layout, owners: Mapping[int, int]) -> None:
         """Give every bucket, those of a sealed plan too, another layout, and its gradients other owners by index."""

@@ -83,7 +83,6 @@ from ddp_compile.torch_internals.module_calls import (
     set_compiled_call,
     swapped_in,
 )
-from ddp_compile.torch_internals.operator_times import OperatorTimes
 from ddp_compile.torch_internals.process_groups import (
     all_gather_single,
     backend_name,
