@@ -354,8 +354,6 @@ class ReplicatedModule(nn.Module):
         """
         state = state_of(self)
         alive = weakref.ref(self)
-        if state.automatic_plan is not None:
-            state.automatic_plan.make_way()
 
         def explain_now() -> Explanation:
             model = alive()
@@ -383,11 +381,8 @@ class ReplicatedModule(nn.Module):
         state.reducer.algorithm.sharding.refuse_missing_steps()
         if state.measurement is not None:
             state.measurement.abandon()
-        if state.automatic_plan is not None:
-            state.automatic_plan.make_way()
         state.reducer.remove_hooks()
         state.delayed.remove_hook()
-        state.sharded.detach()
         state.regions.remove()
         state.parameters.release()
         delattr(self, STATE)

@@ -28,7 +28,6 @@ class PlanBuilder:
         caps_bytes: Bucket capacities in bytes, see `plan_buckets`. Each frame starts with the first one.
         layout: See `BucketSpec`.
         region_of: The region of each parameter that is in one, by index; see `pack`.
-        largest_bytes: See `Capacities`.
 
     Raises:
         ValueError: As `plan_buckets`.
@@ -40,13 +39,12 @@ class PlanBuilder:
         caps_bytes: Sequence[int],
         layout: Layout = "padded",
         region_of: Mapping[int, int] = MappingProxyType({}),
-        largest_bytes: int | None = None,
     ) -> None:
         check_layout(layout)
         assert [gradient.index for gradient in gradients] == list(range(len(gradients)))
         self.gradients = tuple(gradients)
         self.caps_bytes = tuple(caps_bytes)
-        self.planner: Planner = Capacities(self.caps_bytes, largest_bytes)
+        self.planner: Planner = Capacities(self.caps_bytes)
         self.layout = layout
         self.region_of = region_of
         self.sealed: BucketPlan | None = None

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple, get_args
+from typing import get_args
 
-from ddp_compile.plan.costs import Costs
-from ddp_compile.plan.planner import Capacities, LeastTime, Planner, atoms_of
-from ddp_compile.plan.schedule import loads_of, predict
+from ddp_compile.plan.planner import Capacities, Planner, atoms_of
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
 
 
@@ -63,34 +60,3 @@ def pack(
         BucketSpec(i, tuple(atom.gradient for atom in group.atoms), group.cap_bytes, frame, layout)
         for i, group in enumerate(chosen.group(atoms_of(gradients, region_of)))
     ]
-
-
-class Replanned(NamedTuple):
-    """A plan that follows another one of the same model."""
-
-    plan: BucketPlan
-    present_s: float  #: predicted step of the plan before, in seconds
-    expected_s: float  #: predicted step of this plan, in seconds
-
-
-def replan(plan: BucketPlan, costs: Costs, least_gain: float, largest_bytes: int | None = None) -> Replanned | None:
-    """The plan that ends the step as early as possible by these costs.
-
-    Args:
-        plan: The present one.
-        costs: Of the same model.
-        least_gain: The part of the step, for example 0.02, by which the predicted step has to be shorter.
-        largest_bytes: See `LeastTime`.
-
-    Returns:
-        The plan's next generation; None if it does not gain as much.
-    """
-    ready_order = sorted((g for bucket in plan.buckets for g in bucket.gradients), key=lambda g: costs.ready_s[g.index])
-    frame_of = {gradient.index: bucket.frame for bucket in plan.buckets for gradient in bucket.gradients}
-    packed = pack(ready_order, LeastTime(costs, largest_bytes), plan.buckets[0].layout, frame=None)
-    buckets = [replace(bucket, frame=frame_of[bucket.gradients[-1].index]) for bucket in packed]
-    following = BucketPlan(renumbered(buckets), plan.generation + 1)
-    present_s, expected_s = (predict(loads_of(each, costs), costs).step_s for each in (plan, following))
-    if expected_s > present_s * (1 - least_gain):
-        return None
-    return Replanned(following, present_s, expected_s)

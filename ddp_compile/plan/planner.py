@@ -9,7 +9,6 @@ as the gradients of a region, is in one `Atom.run`. Frames and the eager tail ar
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +100,6 @@ class Capacities(Planner):
 
     Args:
         caps_bytes: One capacity for each bucket. The last one holds for all further buckets.
-        largest_bytes: No bucket of several gradients is larger: it closes before it would be.
 
     Raises:
         ValueError: There is no capacity, or one is not positive.
@@ -110,7 +108,6 @@ class Capacities(Planner):
     """
 
     caps_bytes: Sequence[int]
-    largest_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.caps_bytes or any(cap <= 0 for cap in self.caps_bytes):
@@ -128,7 +125,7 @@ class Capacities(Planner):
         """
         if stream[0].gradient.is_sparse:
             return [Group(stream, self.caps_bytes[-1])]
-        filling = _Filling(self.caps_bytes, self.largest_bytes)
+        filling = _Filling(self.caps_bytes)
         for run, members in itertools.groupby(stream, key=lambda atom: atom.run):
             coming = list(members)
             if run is not None and not filling.can_hold(coming):
@@ -147,13 +144,11 @@ class Capacities(Planner):
 class _Filling:
     """Groups of one kind that are being filled."""
 
-    def __init__(self, caps_bytes: Sequence[int], largest_bytes: int | None) -> None:
+    def __init__(self, caps_bytes: Sequence[int]) -> None:
         self.closed: list[Group] = []
-        self._largest_bytes = math.inf if largest_bytes is None else largest_bytes
-        self._caps_bytes = [min(cap_bytes, largest_bytes or cap_bytes) for cap_bytes in caps_bytes]
+        self._caps_bytes = caps_bytes
         self._open: list[Atom] = []
         self._num_bytes = 0
-        self._num_padded_bytes = 0
 
     @property
     def cap_bytes(self) -> int:
@@ -162,23 +157,18 @@ class _Filling:
 
     def can_hold(self, atoms: Sequence[Atom]) -> bool:
         """Whether all these atoms fit into one bucket of the present capacity."""
-        num_bytes = sum(atom.gradient.num_bytes for atom in atoms)
-        return num_bytes < self.cap_bytes and _num_padded_bytes(atoms) <= self._largest_bytes
+        return sum(atom.gradient.num_bytes for atom in atoms) < self.cap_bytes
 
     def add(self, atoms: Sequence[Atom]) -> None:
-        num_padded_bytes = _num_padded_bytes(atoms)
-        if self._num_padded_bytes + num_padded_bytes > self._largest_bytes:
-            self.close()
         self._open += atoms
         self._num_bytes += sum(atom.gradient.num_bytes for atom in atoms)
-        self._num_padded_bytes += num_padded_bytes
         if self._num_bytes >= self.cap_bytes:
             self.close()
 
     def close(self) -> None:
         if self._open:
             self.closed.append(Group(self._open, self.cap_bytes))
-            self._open, self._num_bytes, self._num_padded_bytes = [], 0, 0
+            self._open, self._num_bytes = [], 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from process_copies import run_in_copy
 
 from ddp_compile.errors import number_of, with_article
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.plan.packing import pack, plan_buckets
-from ddp_compile.plan.planner import Capacities
+from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketPlan, BucketSpec, GradientSpec
 
 MIB = 2**20
@@ -100,23 +99,6 @@ def test_one_dtype_is_packed_as_torch_packs_it(seed: int) -> None:
     caps = [rng.randint(1, 20_000) for _ in range(rng.randint(1, 4))]
     theirs, _ = dist._compute_bucket_assignment_by_size([torch.empty(numel) for numel in numels], caps)
     assert members(plan_buckets(gradients(*numels), caps).buckets) == theirs
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_no_bucket_of_several_gradients_exceeds_the_limit_of_capacities(seed: int) -> None:
-    specs = random_gradients(seed)
-    region_of = {i: i // 5 for i in range(len(specs)) if i // 5 % 3}
-    for limit in (1, 2000, 9000, 10**6):
-        for planner in (Capacities([3000, 20_000]), Capacities([3000, 20_000], limit)):
-            buckets = pack(specs, planner, "padded", None, region_of)
-            assert sorted(i for bucket in members(buckets) for i in bucket) == list(range(len(specs)))
-            sizes = [bucket.num_bytes for bucket in buckets if len(bucket.gradients) > 1]
-            if planner.largest_bytes is None:
-                assert max(sizes) > 9000
-            else:
-                assert all(size <= limit for size in sizes)
-        if limit == 10**6:
-            assert buckets == pack(specs, Capacities([3000, 20_000]), "padded", None, region_of)
 
 
 # What may share a bucket.
