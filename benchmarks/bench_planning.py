@@ -1,16 +1,13 @@
-"""Steps with ``bucket_cap_mb="auto"`` beside fixed capacities and optimal boundaries, measured and predicted.
+"""Steps with optimal boundaries beside fixed capacities, measured and predicted.
 
     python benchmarks/bench_planning.py [--models gpt-medium,gpt-small,cnn,many-tiny] [--rates 1gbit,2gbit,4gbit,40gbit]
-        [--caps 1,5,25,100] [--seconds 90] [--sharded] [--shaped] [--output FILE.csv]
+        [--caps 1,5,25,100] [--seconds 90] [--sharded] [--output FILE.csv]
 
 Each round times a forward and a backward of every plan once, so that a slow moment falls on all of them; with
-``--sharded`` also the step of a sharded AdamW. ``bucket_cap_mb="auto"`` first trains until its plan stays.
+``--sharded`` also the step of a sharded AdamW. One rank on a simulated link, whose transfers slow down no computation.
 
-One rank on a simulated link, whose transfers slow down no computation; with ``--shaped`` two ranks, with one core each,
-on a link between network namespaces, which needs root.
-
-Predictions are from a report of ``model.measure()``, of the steps of the default capacity in the same rounds. A
-simulated link's latency and rate are known; a shaped one is measured by all-reduces of several sizes.
+Predictions are from a report of ``model.measure()``, of the steps of the default capacity in the same rounds, and from
+the latency and rate of the simulated link.
 
 hidden = (alone + transfer - step) / (alone + transfer - least). "alone" is a step that waits for no transfer, by the
 report; "transfer" one transfer of all gradients; and "least" the predicted step of the best boundaries if cuts and
@@ -20,43 +17,30 @@ launches cost nothing. Empty if boundaries can hide less than a twentieth of the
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ddp_compile import ddp_compile, shard_optimizer
-from ddp_compile.bench.link import NamespacedLink
 from ddp_compile.bench.report import report_rows
 from ddp_compile.bench.results import median_and_interval
 from ddp_compile.bench.settings import WorkloadSettings
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group, set_link_model
 from ddp_compile.bench.workloads import Workload, make_workload
 from ddp_compile.config import DEFAULT_CAP_MIB
-from ddp_compile.features.automatic_plan import FIRST_MEASURED, NUM_MEASURED
 from ddp_compile.plan.costs import Collective, Computation
 from ddp_compile.plan.planner import LeastTime
 from ddp_compile.plan.scenarios import Model
 from ddp_compile.plan.schedule import loads_of, predict
 from ddp_compile.report.costs import computation_of
-from ddp_compile.runtime.comm.link_sweep import measure_link
 from ddp_compile.validation.rates import Rate
 
-#: Iterations until a new plan's buckets are launched early: up to the next agreement point.
-NEXT_AGREEMENT = 28
-#: After so many steps ``bucket_cap_mb="auto"`` has measured, planned, measured its plan, and perhaps gone back.
-STEPS_OF_AUTO = FIRST_MEASURED + NUM_MEASURED + NEXT_AGREEMENT + NUM_MEASURED
 #: Rate of a simulated link on which plans are agreed on, in bit/s.
 FAST = 400e9
 #: The plan that is measured for the predictions.
@@ -116,10 +100,6 @@ def rounds_of(plans: dict[str, Trained], seconds: float, arguments: argparse.Nam
     for trained in plans.values():
         trained.step()
     rounds = max(FEWEST_ROUNDS, int(seconds / 2 / (time.perf_counter() - began)))
-    if arguments.rank is not None:  # every rank as many as rank 0
-        agreed = torch.tensor(rounds)
-        dist.broadcast(agreed, 0)
-        rounds = int(agreed)
     measured = plans[DEFAULT]
     measurement = measured.replicated.measure(steps=2 * rounds)
     times_s: dict[str, list[float]] = {name: [] for name in plans}
@@ -137,14 +117,12 @@ def rounds_of(plans: dict[str, Trained], seconds: float, arguments: argparse.Nam
 
 
 def rows_of(arguments: argparse.Namespace, name: str) -> list[dict[str, object]]:
-    link = SimulatedLink(arguments.world_size) if arguments.rank is None else ShapedLink()
     caps = {float(cap) for cap in arguments.caps.split(",")} | {DEFAULT_CAP_MIB["cpu"], 25.0}
     fixed = {cap_name(cap): train(arguments, name, bucket_cap_mb=cap).steps(STEPS_OF_PLANS) for cap in sorted(caps)}
     rows: list[dict[str, object]] = []
     for rate in arguments.rates.split(","):
-        link.set_rate(rate)
-        whole = link.all_reduce()
-        half = Collective(latency_s=link.latency_of_half(whole), s_per_byte=whole.s_per_byte / 2)
+        whole = set_rate(rate, arguments.world_size)
+        half = Collective(latency_s=whole.latency_s, s_per_byte=whole.s_per_byte / 2)
         transfers = (half, half, arguments.world_size) if arguments.sharded else (whole,)
         first = rounds_of({DEFAULT: fixed[DEFAULT]}, 0.0, arguments).computation
         specs = (g for b in fixed[DEFAULT].replicated.bucket_plan.buckets for g in b.gradients)
@@ -156,14 +134,12 @@ def rows_of(arguments: argparse.Namespace, name: str) -> list[dict[str, object]]
         planner = LeastTime(first.with_transfers(*transfers))
         plans = fixed | {
             "optimal": with_plan(arguments, name, model, planner).steps(STEPS_OF_PLANS),
-            "auto": train(arguments, name, bucket_cap_mb="auto").steps(STEPS_OF_AUTO),
         }
         rounds = rounds_of(plans, arguments.seconds, arguments)
         rows += rows_of_rounds(
             name, rate, plans, fixed, rounds, replace(model, computation=rounds.computation), transfers
         )
-        if not arguments.rank:
-            report_rows(rows[-len(plans) :], None)
+        report_rows(rows[-len(plans) :], None)
     return rows
 
 
@@ -198,7 +174,7 @@ def rows_of_rounds(
                 "link": rate,
                 "transfer/alone": round(sent_s / alone_s, 2),
                 "plan": plan,
-                "digest": replace(bucket_plan, generation=0).digest,  # a plan that came back is the same
+                "digest": bucket_plan.digest,
                 "buckets": len(bucket_plan.buckets),
                 "rounds": len(rounds.times_s[plan]),
                 "step_ms": round(step_s * 1e3, 2),
@@ -218,40 +194,14 @@ def cap_name(cap_mib: float) -> str:
     return f"{cap_mib:g} MiB"
 
 
-class SimulatedLink:
-    """A link of one process, see `ddp_compile.bench.simulated_link`."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.model = LinkModel.from_rate(FAST, self.world_size)
-
-    def set_rate(self, rate: str) -> None:
-        bits = Rate.parse(rate).bits_per_second
-        assert bits is not None
-        self.model = LinkModel.from_rate(bits, self.world_size)
-        set_link_model(self.model)
-
-    def all_reduce(self) -> Collective:
-        share = (self.world_size - 1) / self.world_size
-        return Collective(latency_s=self.model.alpha_s, s_per_byte=2 * share / self.model.bytes_per_second)
-
-    def latency_of_half(self, whole: Collective) -> float:
-        """Each transfer of a sharded optimizer has the latency of one collective here."""
-        return whole.latency_s
-
-
-class ShapedLink:
-    """The link that this rank's network namespace has."""
-
-    def set_rate(self, rate: str) -> None:
-        """It has been set before this process began."""
-
-    def all_reduce(self) -> Collective:
-        assert dist.group.WORLD is not None
-        return measure_link(dist.group.WORLD, torch.device("cpu"))
-
-    def latency_of_half(self, whole: Collective) -> float:
-        return whole.latency_s / 2
+def set_rate(rate: str, world_size: int) -> Collective:
+    """Give the simulated link this rate; returns what an all-reduce costs on it."""
+    bits = Rate.parse(rate).bits_per_second
+    assert bits is not None
+    link = LinkModel.from_rate(bits, world_size)
+    set_link_model(link)
+    share = (world_size - 1) / world_size
+    return Collective(latency_s=link.alpha_s, s_per_byte=2 * share / link.bytes_per_second)
 
 
 def with_plan(arguments: argparse.Namespace, name: str, model: Model, planner: LeastTime) -> Trained:
@@ -267,65 +217,18 @@ def main() -> None:
     parser.add_argument("--rates", default="1gbit,2gbit,4gbit,40gbit")
     parser.add_argument("--caps", default="1,5,25,100", help="fixed capacities in MiB; 5 and 25 are always among them")
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--world-size", type=int, default=2, help="ranks, simulated without --shaped")
+    parser.add_argument("--world-size", type=int, default=2, help="ranks of the simulated link")
     parser.add_argument(
         "--seconds", type=float, default=90.0, help=f"for each setting; at least {FEWEST_ROUNDS} rounds"
     )
     parser.add_argument("--sharded", action="store_true", help="with a sharded AdamW, whose step is timed too")
-    parser.add_argument("--shaped", action="store_true", help="two ranks on a shaped link instead of a simulated one")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="CSV file (default: only print)")
     arguments = parser.parse_args()
-    is_launcher = arguments.shaped and arguments.rank is None
-    rows = on_shaped_links(arguments) if is_launcher else rows_of_rank(arguments)
-    about = {"world_size": arguments.world_size, "backend": arguments.backend, "sharded": arguments.sharded}
-    if arguments.rank is None:
-        report_rows(rows, arguments.output, **about)
-
-
-def rows_of_rank(arguments: argparse.Namespace) -> list[dict[str, object]]:
     torch.set_num_threads(1)
-    if arguments.rank is None:
-        init_simulated_process_group(LinkModel.from_rate(FAST, arguments.world_size), torch.device("cpu"))
-    else:
-        where = f"file://{arguments.store}"
-        dist.init_process_group("gloo", init_method=where, rank=arguments.rank, world_size=arguments.world_size)
+    init_simulated_process_group(LinkModel.from_rate(FAST, arguments.world_size), torch.device("cpu"))
     rows = [row for name in arguments.models.split(",") for row in rows_of(arguments, name)]
-    if arguments.rank == 0:
-        Path(f"{arguments.store}.json").write_text(json.dumps(rows))
-    if arguments.rank is not None:
-        dist.barrier()
-        dist.destroy_process_group()
-    return rows
-
-
-def on_shaped_links(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Rows of rank 0, with processes of their own for each model and rate."""
-    rows: list[dict[str, object]] = []
-    cores = sorted(os.sched_getaffinity(0))
-    with NamespacedLink(arguments.world_size) as link, tempfile.TemporaryDirectory() as folder:
-        for number, (model, rate) in enumerate(product(arguments.models.split(","), arguments.rates.split(","))):
-            link.shape(Rate.parse(rate))
-            store = f"{folder}/store_{number}"
-            words = [*sys.argv, "--models", model, "--rates", rate, "--store", store]
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": link.interface, "OMP_NUM_THREADS": "1"}
-            ranks = [
-                subprocess.Popen(
-                    [
-                        *link.command_prefix(rank),
-                        *("taskset", "--cpu-list", str(cores[rank % len(cores)])),
-                        *(sys.executable, *words, "--rank", str(rank)),
-                    ],
-                    env=environment,
-                )
-                for rank in range(arguments.world_size)
-            ]
-            codes = [rank.wait() for rank in ranks]
-            if any(codes):
-                raise SystemExit(f"a rank failed with {model} at {rate}")
-            rows += json.loads(Path(f"{store}.json").read_text())
-    return rows
+    about = {"world_size": arguments.world_size, "backend": arguments.backend, "sharded": arguments.sharded}
+    report_rows(rows, arguments.output, **about)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple, get_args
+from typing import get_args
 
-from ddp_compile.plan.costs import Costs
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
 
 #: Dtype and device, and the index of a sparse gradient, which has a bucket to itself.
@@ -149,27 +147,3 @@ class _Filling:
         if self._open:
             self._closed.append((self._open, self._cap_bytes))
             self._open, self._num_bytes = [], 0
-
-
-class Replanned(NamedTuple):
-    """A plan that follows another one of the same model."""
-
-    plan: BucketPlan
-    present_s: float  #: predicted step of the plan before, in seconds
-    expected_s: float  #: predicted step of this plan, in seconds
-
-
-def replan(plan: BucketPlan, costs: Costs, least_gain: float, largest_bytes: int | None = None) -> Replanned | None:
-    """The plan's next generation with the fastest boundaries; None if it does not gain as much."""
-    from ddp_compile.plan.optimum import fastest_plan
-    from ddp_compile.plan.schedule import loads_of, predict
-
-    frame_of = {gradient.index: bucket.frame for bucket in plan.buckets for gradient in bucket.gradients}
-    found = fastest_plan((g for bucket in plan.buckets for g in bucket.gradients), costs)
-    layout = plan.buckets[0].layout
-    buckets = [replace(b, frame=frame_of[b.gradients[-1].index], layout=layout) for b in found.buckets]
-    following = BucketPlan(tuple(buckets), plan.generation + 1)
-    present_s, expected_s = (predict(loads_of(each, costs), costs).step_s for each in (plan, following))
-    if expected_s > present_s * (1 - least_gain):
-        return None
-    return Replanned(following, present_s, expected_s)

@@ -186,8 +186,8 @@ class BucketPlan:
             _check_numbering([gradient for bucket in buckets for gradient in bucket.gradients])
         except ValueError as error:
             raise ValueError(
-                f"bucket plan is malformed: {error}. Pass the unchanged text that BucketPlan.to_json() returned, written"
-                " by the same version of ddp_compile"
+                f"bucket plan is malformed: {error}. Pass the unchanged text that BucketPlan.to_json() returned, with"
+                " the same version of ddp_compile"
             ) from error
         return cls(buckets, found.generation)
 
