@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
-from ddp_compile.errors import number_of, this_rank
+from ddp_compile.errors import number_of, this_rank, with_article
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.plan.typed_json import from_document
 from ddp_compile.report.advice import Advice, advise
@@ -39,13 +39,15 @@ class StepReport(MeasuredSteps):
         """
         try:
             document = json.loads(text)
+            if not isinstance(document, dict):
+                raise ValueError(f"it is {with_article(type(document).__name__)}")
             plan, explanation = (document.pop(name, None) for name in ("plan", "explanation"))
             known = {
                 "plan": BucketPlan.from_json(json.dumps(plan)),
                 "explanation": explanation and Explanation.from_json(json.dumps(explanation)),
             }
             return from_document(cls, document, "report", known)
-        except (AttributeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"not the JSON of a StepReport: {error}; pass what to_json() returned") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
