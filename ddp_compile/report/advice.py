@@ -88,7 +88,7 @@ def _gathered(bucket: int, times: Mapping[int, Times]) -> str:
 
 
 def _reduced(report: MeasuredSteps, bucket: int, times: Mapping[int, Times], least_s: float) -> str:
-    names = shorten_names([shorten(gradient.fqn) for gradient in report.plan.buckets[bucket].gradients])
+    names = shorten_names([shorten(gradient.fqn) for gradient in report.buckets[bucket].gradients])
     exposed = format_ms(times[bucket].least_exposed_s)
     text = f"bucket {bucket} ({names}) is exposed for {exposed} on every rank in the median"
     if reason := _reason(report, bucket, times, least_s):
@@ -127,7 +127,7 @@ def _best_split(report: MeasuredSteps, times: Mapping[int, Times], bucket: int) 
         costs = Costs(reduce=collective_of(report), ready_s=())
     except ValueError:
         return 1, 0.0
-    loads = [Load(report.plan.buckets[index].num_bytes, own.ready) for index, own in times.items()]
+    loads = [Load(report.buckets[index].num_bytes, own.ready) for index, own in times.items()]
     as_measured_s, exposed_s = predict(loads, costs).exposed_s, sum(own.least_exposed_s for own in times.values())
     if abs(as_measured_s - exposed_s) > _TOLERANCE * exposed_s:
         return 1, 0.0
@@ -137,7 +137,7 @@ def _best_split(report: MeasuredSteps, times: Mapping[int, Times], bucket: int) 
     begun = loads[i - 1].ready_s if i else median(began or [loads[i].ready_s])
     found = [(1, 0.0)]
     for pieces in _PIECES:
-        if pieces <= len(report.plan.buckets[bucket].gradients):
+        if pieces <= len(report.buckets[bucket].gradients):
             apart = (loads[i].ready_s - begun) / pieces
             parts = [Load(loads[i].num_bytes // pieces, begun + apart * (n + 1)) for n in range(pieces)]
             found.append((pieces, as_measured_s - predict([*loads[:i], *parts, *loads[i + 1 :]], costs).exposed_s))

@@ -30,7 +30,7 @@ def computation_of(report: MeasuredSteps) -> Computation:
     Raises:
         ValueError: No step has gradients of every bucket.
     """
-    buckets = report.plan.buckets
+    buckets = report.buckets
     ranks = [rank for step in report.steps for rank in step.ranks if rank.backward_began is not None]
     ready_of = {bucket.index: _times(_ready_s(rank, bucket.index) for rank in ranks) for bucket in buckets}
     if not ranks or not all(ready_of.values()):
@@ -74,7 +74,7 @@ def collective_of(report: MeasuredSteps, kind: Kind = "reduce") -> Collective:
     for step in report.steps:
         for index in {each.bucket for each in step.transfers if each.kind == kind}:
             if (time_s := step.transfer_s(index, kind)) is not None:
-                times.setdefault(report.plan.buckets[index].num_bytes, []).append(time_s)
+                times.setdefault(report.buckets[index].num_bytes, []).append(time_s)
     if len(times) < 2:
         raise ValueError(
             f"the profile has {kind} transfers of {number_of(len(times), 'size')} whose end is known, and a latency and"

@@ -102,7 +102,7 @@ def render_page(report: MeasuredSteps) -> str:
 def _setting(report: MeasuredSteps) -> str:
     ranks = number_of(len(report.steps[0].ranks), "rank")
     return (
-        f"{ranks} on {report.device}, algorithm {report.algorithm}, {number_of(len(report.plan.buckets), 'bucket')}, "
+        f"{ranks} on {report.device}, algorithm {report.algorithm}, {number_of(len(report.buckets), 'bucket')}, "
         f"plan {report.plan.digest}; the clocks differ by at most {format_ms(report.clock_error_s)}"
     )
 
@@ -153,7 +153,7 @@ def _table(report: MeasuredSteps) -> Iterator[str]:
         '<div class="scroll"><table><thead><tr><th>bucket</th><th class="names">parameters</th>'
         f"{kind_head}<th>MiB</th><th>ready</th><th>launched</th><th>transfer</th><th>exposed</th></tr></thead><tbody>"
     )
-    for bucket in report.plan.buckets:
+    for bucket in report.buckets:
         names = escape(shorten_names([shorten(gradient.fqn) for gradient in bucket.gradients]))
         for (kind, index), own in times.items():
             if index == bucket.index:

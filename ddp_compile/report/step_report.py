@@ -97,7 +97,7 @@ class StepReport(MeasuredSteps):
         """A table of the last 20 steps at most, with the medians of all steps, in ms."""
         heading = (
             f"{self.model}, {self.algorithm}: {number_of(len(self.steps), 'step')} of"
-            f" {number_of(len(self.steps[0].ranks), 'rank')}, {number_of(len(self.plan.buckets), 'bucket')}, plan"
+            f" {number_of(len(self.steps[0].ranks), 'rank')}, {number_of(len(self.buckets), 'bucket')}, plan"
             f" {self.plan.digest}; times in ms, clocks within {self.clock_error_s * 1e3:.3f} ms"
         )
         header = ["step", "all", "compute", "launching", "communication", "exposed", "most in", "late"]

@@ -22,7 +22,7 @@ from functools import cached_property
 from statistics import median, median_low
 from typing import Literal, NamedTuple
 
-from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.plan.spec import BucketPlan, BucketSpec
 from ddp_compile.report.explanation import Explanation
 from ddp_compile.report.text import format_ms
 
@@ -314,6 +314,11 @@ class MeasuredSteps:
     clock_error_s: float
     device: str
     explanation: Explanation | None = None
+
+    @property
+    def buckets(self) -> tuple[BucketSpec, ...]:
+        """The buckets of the plan."""
+        return self.plan.buckets
 
     @property
     def unknown_ends(self) -> str:

@@ -30,7 +30,7 @@ _SEQUENCE = 1
 
 def write(report: MeasuredSteps, path: Path) -> None:
     """Write all steps of all ranks: a process for each rank, with rows for computation, waits and transfers."""
-    writer = _Writer(report.plan.buckets)
+    writer = _Writer(report.buckets)
     begin = 0.0
     for step in report.steps:
         spans = spans_of(step)
