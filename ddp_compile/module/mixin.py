@@ -331,7 +331,7 @@ class ReplicatedModule(nn.Module):
         return explain(state_of(self), self.bucket_plan, original_class(type(self)).__name__)
 
     def measure(self, steps: int | None = 20) -> Measurement:
-        """Record when each bucket is ready, launched, transferred and waited for, on all ranks; see docs/look_inside.md.
+        """Record when each bucket is ready, launched, transferred and waited for; see docs/look_inside.md.
 
         Call it on every rank, between the same two steps; it waits for the others. It begins with the next step and
         ends in the backward that completes the last one::

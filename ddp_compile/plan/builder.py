@@ -20,7 +20,7 @@ class _Place(NamedTuple):
 
 
 class PlanBuilder:
-    """Collects the plan of one module frame by frame, in the order in which Dynamo compiles them.
+    """Builds the plan of one module frame by frame, in the order in which Dynamo compiles the frames.
 
     Args:
         gradients: Every reduced parameter, in registration order; ``gradients[i].index == i``.
@@ -55,7 +55,7 @@ class PlanBuilder:
     def add_frame(self, ready_order: Sequence[int]) -> list[BucketSpec]:
         """Add one frame; return every bucket with a parameter of the frame, in launch order.
 
-        Until the plan is sealed, this packs the parameters that no earlier frame has shown. Afterwards the sealed plan
+        Until the plan is sealed, this packs the parameters that were in no earlier frame. Afterwards the sealed plan
         decides.
         """
         if (fixed := self.sealed or self.given) is not None:
@@ -64,7 +64,7 @@ class PlanBuilder:
         fresh = [self.gradients[i] for i in ready_order if i not in self._place_of]
         if fresh:  # empty if a frame is compiled again
             self._pack_frame(fresh)
-        # Without a loop over all buckets, since a model may have a hundred frames of many small parameters.
+        # No loop over all buckets, since a model may have a hundred frames with many small parameters.
         found = {self._index_of(place): place for place in map(self._place_of.__getitem__, ready_order)}
         return [replace(self._frames[place.frame][place.position], index=i) for i, place in sorted(found.items())]
 
@@ -85,7 +85,7 @@ class PlanBuilder:
         """The plan as this rank sees it.
 
         The backward runs through the frames from the last to the first, so the last frame's buckets are launched first.
-        Parameters that no frame showed are the eager tail, in reverse registration order, after all frames. If it
+        Parameters that are in no frame are the eager tail, in reverse registration order, after all frames. If it
         contains regions, which run between the frames, all buckets are in reverse registration order.
         """
         if self.given is not None:
@@ -114,7 +114,7 @@ class PlanBuilder:
         return BucketPlan(renumbered(buckets), self.sealed.generation + 1)
 
     def _pack_tail(self, order: Sequence[int]) -> list[BucketSpec]:
-        """Buckets of these parameters. Those of a region are together, at the place of the first one."""
+        """Buckets of these parameters. Those of a region stay together, at the place of the first one."""
         begins: dict[int, int] = {}
         for place, index in enumerate(order):
             if index in self.region_of:

@@ -14,7 +14,8 @@ from plans import gradients, random_gradients
 from ddp_compile.plan.costs import Collective, Costs, Link
 from ddp_compile.plan.optimum import fastest_plan, optimal_ends
 from ddp_compile.plan.packing import plan_buckets
-from ddp_compile.plan.schedule import Load, loads_of, predict
+from ddp_compile.plan.schedule import Load, load_of, loads_of, predict
+from ddp_compile.plan.spec import BucketSpec
 
 
 def merged(loads: Sequence[Load], ends: Sequence[int]) -> list[Load]:
@@ -90,7 +91,7 @@ def test_predicted_step() -> None:
 def test_fastest_plan_beats_capacities(is_sharded: bool, mixed: bool) -> None:
     for seed in range(5):
         specs = random_gradients(seed) if mixed else gradients(*(random.Random(seed).choices(range(1, 2000), k=40)))
-        half = Collective(latency_s=1e-5, s_per_byte=1e-8)
+        half = Collective(latency_s=3e-4, s_per_byte=2e-8)
         ready_s = [1e-4 * (i + 1) for i in range(len(specs))]
         costs = Costs(reduce=half, ready_s=ready_s, needed_s=ready_s[::-1], gather=half if is_sharded else None)
         plan = fastest_plan(specs, costs)
@@ -101,6 +102,9 @@ def test_fastest_plan_beats_capacities(is_sharded: bool, mixed: bool) -> None:
         last = [max(ready_s[g.index] for g in bucket.gradients) for bucket in plan.buckets]
         assert last == sorted(last)
         step_s = predict(loads_of(plan, costs), costs).step_s
+        if not is_sharded and not mixed:
+            loads = [load_of(BucketSpec(0, (gradient,), 1), costs) for gradient in specs]
+            assert step_s == pytest.approx(predict(merged(loads, optimal_ends(loads, costs)), costs).step_s)
         for cap_bytes in (4000, 20_000, 10**6):
             slack = 1.03 if is_sharded else 1.0  # the capacities that are tried are a factor of sqrt(2) apart
             assert step_s <= slack * predict(loads_of(plan_buckets(specs, cap_bytes), costs), costs).step_s

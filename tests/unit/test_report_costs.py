@@ -11,7 +11,7 @@ import pytest
 
 from ddp_compile.plan.costs import Collective, Computation
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, renumbered
-from ddp_compile.report.costs import collective_of, computation_of
+from ddp_compile.report.costs import all_reduce_of, collective_of, computation_of
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import RankStep, Step, Transfer
 
@@ -170,6 +170,24 @@ def test_needs_of_the_backward() -> None:
 def test_json_has_the_same_costs() -> None:
     again = StepReport.from_json(measured().to_json())
     assert collective_of(again) == collective_of(measured())
+
+
+def test_all_reduce_of_a_sharded_optimizer() -> None:
+    """A reduction and a gather together; gathers here take twice as long as reductions."""
+
+    def done(transfer: Transfer) -> Transfer:
+        end = transfer.launched + 2 * LINK.time_s(transfer.num_bytes)
+        return replace(transfer, done=end) if transfer.kind == "gather" else transfer
+
+    report, times = measured(), [(1, 8000, -0.060, None, None), (0, 4000, -0.030, None, None)]
+    ranks_of = [[with_gathers(rank, times) for rank in step.ranks] for step in report.steps]
+    steps = tuple(
+        replace(step, ranks=tuple(replace(rank, transfers=tuple(map(done, rank.transfers))) for rank in ranks))
+        for step, ranks in zip(report.steps, ranks_of, strict=True)
+    )
+    both = all_reduce_of(replace(report, steps=steps))
+    assert (both.latency_s, both.s_per_byte) == pytest.approx((3 * LATENCY_S, 3 * S_PER_BYTE))
+    assert all_reduce_of(report).latency_s == pytest.approx(LATENCY_S)
 
 
 def test_profiles_that_say_too_little() -> None:
