@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from plans import gradients, random_gradients
 
-from ddp_compile.plan.costs import Collective, Costs, Link
+from ddp_compile.plan.costs import Collective, Computation, Costs, Link
 from ddp_compile.plan.optimum import fastest_plan, optimal_ends
 from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.schedule import Load, load_of, loads_of, predict
@@ -84,6 +84,8 @@ def test_predicted_step() -> None:
     late = [loads[0]._replace(needed_s=0.5), loads[1]]
     assert predict(late, replace(costs, gather=reduce)).exposed_s == pytest.approx(5.5 + 5.9)
     assert predict([], costs) == (10.0, 0.0)
+    sharded = Computation(ready_s=(), forward_s=1.0, step_s_per_byte=8.0).with_transfers(reduce, reduce, shards=4)
+    assert (sharded.step_s_per_byte, sharded.forward_s) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
