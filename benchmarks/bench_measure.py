@@ -37,7 +37,8 @@ from ddp_compile.bench.settings import WorkloadSettings
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group
 from ddp_compile.bench.workloads import make_workload
 from ddp_compile.module.mixin import state_of
-from ddp_compile.report.steps import Step, StepReport
+from ddp_compile.report.step_report import StepReport
+from ddp_compile.report.steps import Step
 from ddp_compile.runtime.comm.step_records import NO_RECORDS
 
 NUM_LAYERS, NUMEL = 4, 1000

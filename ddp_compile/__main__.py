@@ -16,9 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     bench_parser = commands.add_parser("bench", help="time ddp_compile and everything it can be compared with")
     bench.add_arguments(bench_parser)
-    explain_parser = commands.add_parser("explain", help="say how a model would be trained, without training it")
+    explain_parser = commands.add_parser("explain", help="explain how a model would be trained, without training it")
     explain.add_arguments(explain_parser)
-    plan_parser = commands.add_parser("plan", help="predict steps on ranks that are not here, and the best buckets")
+    plan_parser = commands.add_parser("plan", help="predict steps from measured ones, and save the best bucket plan")
     plan.add_arguments(plan_parser)
     parsed = parser.parse_args(arguments)
     run = {"bench": bench.run, "explain": explain.run, "plan": plan.run}[parsed.command]

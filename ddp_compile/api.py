@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Never, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +20,6 @@ from ddp_compile.config import (
     ReplicateConfig,
     SplitMode,
     caps_from_mib,
-    limit_from_mib,
     refuse_positional_arguments,
     refuse_unknown_arguments,
 )
@@ -41,9 +40,8 @@ def ddp_compile(
     *positional: Never,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
-    bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None = None,
+    bucket_cap_mb: float | Sequence[float] | None = None,
     first_bucket_cap_mb: float = 1.0,
-    max_bucket_cap_mb: float | None = None,
     bucket_plan: str | os.PathLike[str] | None = None,
     split: SplitMode = "auto",
     broadcast_buffers: bool = True,
@@ -84,14 +82,10 @@ def ddp_compile(
         process_group: The ranks to average over; the default group if None.
         device_mesh: A one-dimensional mesh, instead of ``process_group``.
         bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one capacity for each bucket in
-            launch order. None means 5 on a CPU and 25 on a GPU. "auto" measures some of the first steps, and replaces
-            the plan by one that ends them earlier if there is one: docs/planning.md.
+            launch order. None means 5 on a CPU and 25 on a GPU.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first; at most ``bucket_cap_mb``.
-        max_bucket_cap_mb: Limit in MiB for the plans of ``bucket_cap_mb="auto"``, also for the one it begins with: no
-            bucket of several gradients is larger. Bounds the memory of one bucket with ``lazy_bucket_allocation`` or a
-            sharded optimizer.
         bucket_plan: A file that ``model.bucket_plan.save(path)`` or ``python -m ddp_compile plan --save path`` has
-            written, with a plan of the same model. It replaces the capacities.
+            written, with a plan of the same model. It replaces the capacities; docs/planning.md.
         split: How buckets are launched while a compiled backward runs. "forward" cuts graphs at bucket boundaries;
             "backward" leaves them whole and launches buckets inside the compiled backward; "none" launches all of them
             after it. "auto" chooses for each graph: "forward" if that launches every bucket early, and "backward" if
@@ -168,7 +162,6 @@ def ddp_compile(
     ignored = names_to_ignore(parameters_to_ignore) - delayed.named.keys()
     check_module(module, ignored | delayed.named.keys())
     check_algorithm(algorithm)
-    max_bucket_bytes = limit_from_mib(max_bucket_cap_mb, bucket_cap_mb)
     caps_bytes = caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, next(module.parameters()).device.type)
     config = ReplicateConfig(
         caps_bytes=caps_bytes,
@@ -187,8 +180,6 @@ def ddp_compile(
         compile_evaluation=compile_evaluation,
         regions=regions,
         bucket_plan=bucket_plan,
-        plans_from_measurements=bucket_cap_mb == "auto",
-        max_bucket_bytes=max_bucket_bytes,
     )
     if find_unused_parameters and static_graph:
         warnings.warn(

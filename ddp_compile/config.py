@@ -37,6 +37,12 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "forward_sync_buffers": "use broadcast_buffers=True or False",
 }
 
+_PLAN_BEFORE_TRAINING = (
+    "a plan no longer changes while a model trains. Measure some steps, model.measure(); choose buckets by them,"
+    " python -m ddp_compile plan --profile report.json --save plan.json; and pass bucket_plan='plan.json', see"
+    " docs/planning.md"
+)
+
 
 def refuse_positional_arguments(values: Sequence[Any]) -> None:
     """Raise a TypeError if anything but the module was given by position."""
@@ -58,6 +64,8 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] 
         taken: The names that are taken, for suggestions.
     """
     for name, value in arguments.items():
+        if name == "max_bucket_cap_mb":
+            raise TypeError(f"ddp_compile() does not take {name}={value!r}: {_PLAN_BEFORE_TRAINING}")
         if name not in DDP_ARGUMENTS_REPLACED:
             newer = inspect.signature(DistributedDataParallel).parameters.get(name)
             if newer is None:
@@ -97,8 +105,6 @@ class ReplicateConfig:
         device_mesh: The mesh that defines the ranks, if any.
         regions: The submodules to compile as regions; None for none.
         bucket_plan: The file of a saved plan; None to pack to ``caps_bytes``.
-        plans_from_measurements: Whether measured steps may replace the plan.
-        max_bucket_bytes: No bucket of several gradients of such a plan is larger; None for no limit.
     """
 
     caps_bytes: tuple[int, ...]
@@ -117,8 +123,6 @@ class ReplicateConfig:
     compile_evaluation: EvaluationMode = "auto"
     regions: RegionClasses | None = None
     bucket_plan: str | os.PathLike[str] | None = None
-    plans_from_measurements: bool = False
-    max_bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):
@@ -148,13 +152,13 @@ DEFAULT_CAP_MIB: Mapping[str, float] = {"cpu": 5.0, "cuda": 25.0}
 
 
 def caps_from_mib(
-    bucket_cap_mb: float | Sequence[float] | Literal["auto"] | None, first_bucket_cap_mb: float, device_type: str
+    bucket_cap_mb: float | Sequence[float] | None, first_bucket_cap_mb: float, device_type: str
 ) -> tuple[int, ...]:
     """Bucket capacities in bytes from the MiB values of the public interface.
 
     Args:
         bucket_cap_mb: One capacity in MiB, or a list with one for each bucket, the last one for all further buckets.
-            None means the value in ``DEFAULT_CAP_MIB``; so does "auto", which begins with it.
+            None means the value in ``DEFAULT_CAP_MIB``.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first, so that communication starts early;
             at most ``bucket_cap_mb``. Ignored if that is a list.
         device_type: The device of the gradients: "cpu" or "cuda".
@@ -163,7 +167,7 @@ def caps_from_mib(
         ValueError: A capacity is not a number above zero, or the list is empty.
     """
     first_cap = cap_bytes_from_mib("first_bucket_cap_mb", first_bucket_cap_mb)
-    if bucket_cap_mb is None or bucket_cap_mb == "auto":
+    if bucket_cap_mb is None:
         bucket_cap_mb = DEFAULT_CAP_MIB.get(device_type, DEFAULT_CAP_MIB["cuda"])
     if isinstance(bucket_cap_mb, list | tuple):
         if not bucket_cap_mb:
@@ -171,22 +175,6 @@ def caps_from_mib(
         return tuple(cap_bytes_from_mib(f"bucket_cap_mb[{i}]", cap) for i, cap in enumerate(bucket_cap_mb))
     cap = cap_bytes_from_mib("bucket_cap_mb", bucket_cap_mb)
     return (min(first_cap, cap), cap)
-
-
-def limit_from_mib(max_bucket_cap_mb: float | None, bucket_cap_mb: object) -> int | None:
-    """The limit in bytes for buckets of ``bucket_cap_mb="auto"``; None for none.
-
-    Raises:
-        ValueError: The limit is not a number above zero, or ``bucket_cap_mb`` is not "auto".
-    """
-    if max_bucket_cap_mb is None:
-        return None
-    if bucket_cap_mb != "auto":
-        raise ValueError(
-            f"max_bucket_cap_mb={max_bucket_cap_mb!r} limits the plans of bucket_cap_mb='auto', and"
-            f" bucket_cap_mb={bucket_cap_mb!r}; drop it, or pass bucket_cap_mb='auto'"
-        )
-    return cap_bytes_from_mib("max_bucket_cap_mb", max_bucket_cap_mb)
 
 
 def cap_bytes_from_mib(setting: str, mib: Any) -> int:
@@ -199,10 +187,9 @@ def cap_bytes_from_mib(setting: str, mib: Any) -> int:
     Raises:
         ValueError: It is not a number above zero, or not finite.
     """
+    if isinstance(mib, str) and mib == "auto":
+        raise ValueError(f"{setting}='auto' is not a number of MiB: {_PLAN_BEFORE_TRAINING}")
     if isinstance(mib, bool) or not isinstance(mib, int | float) or not 0 < mib < float("inf"):
         default = 1 if setting.startswith("first") else 25
-        auto = ", or 'auto'" if setting == "bucket_cap_mb" else ""
-        raise ValueError(
-            f"{setting}={mib!r} must be a positive number of MiB; pass for example {setting}={default}{auto}"
-        )
+        raise ValueError(f"{setting}={mib!r} must be a positive number of MiB; pass for example {setting}={default}")
     return max(1, int(mib * _MIB))

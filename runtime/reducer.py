@@ -10,7 +10,6 @@ early that is.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError, ReductionError, this_rank
+from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError, ReductionError
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
@@ -43,8 +42,6 @@ from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.iteration_end import IterationEnd
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.lifecycle import Event, Lifecycle, Phase, State, nothing_to_finalize
-
-log = logging.getLogger(__name__)
 
 
 class Reducer:
@@ -76,8 +73,6 @@ class Reducer:
     ) -> None:
         self.parameters = tuple(parameters)
         self.finalizes_manually = False  #: whether `finalize_manually` must be called after each backward
-        #: Called after each iteration that the ranks have reduced together, when nothing of it is under way.
-        self.on_iteration_ended: Callable[[], None] = lambda: None
         self._monitor = monitor
         self._on_plan_sealed = on_plan_sealed
         self._lifecycle = Lifecycle()
@@ -137,29 +132,6 @@ class Reducer:
         self._queue.algorithm = algorithm
         algorithm.sharding.record_into(self._queue.records)
         self._set.lay_out_as(algorithm.traits.layout, algorithm.sharding.owners)
-
-    # The plan.
-
-    def replace_plan(self, proposed: BucketPlan) -> bool:
-        """Reduce by what rank 0 proposes from now on; called on every rank at the end of an iteration.
-
-        Returns:
-            Whether it is the plan now. The same on every rank; not if what is sharded cannot follow.
-
-        Raises:
-            ReductionError: Another rank did not come.
-        """
-        plan, sharding = self._set.plan_of_rank_0(proposed), self.algorithm.sharding
-        if plan == self._set.plan:
-            return True
-        if objection := sharding.plan_changes():
-            log.warning(
-                "%s: the bucket plan stays, since the sharded optimizer cannot follow: %s", this_rank(), objection
-            )
-            return False
-        self._set.replace_plan(plan)
-        sharding.follow_plan(self.buckets)
-        return True
 
     # Records of steps.
 
@@ -544,7 +516,6 @@ class Reducer:
             # Not before the next forward, in which a rank may be alone.
             if not traits.keeps_buckets:
                 self._set.rebuild_once()
-            self.on_iteration_ended()
         elif not traits.in_step:
             self._set.rebuild_never()
         self._queue.records.exchange_if_due()

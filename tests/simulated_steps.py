@@ -5,10 +5,24 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer
+from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec
+from ddp_compile.report.step_report import StepReport
+from ddp_compile.report.steps import RankStep, Step, Transfer
 
 MIB = 2**20
+
+
+def plan_of(buckets: Sequence[tuple[Sequence[str], int]]) -> BucketPlan:
+    """A plan of these buckets: names of float32 gradients of one size, and bytes."""
+    specs, index = [], 0
+    for number, (names, num_bytes) in enumerate(buckets):
+        numel = num_bytes // 4 // len(names)
+        gradients = [GradientSpec(index + i, name, numel, "float32", "cpu") for i, name in enumerate(names)]
+        specs.append(BucketSpec(number, tuple(gradients), num_bytes, frame=0, layout="ddp"))
+        index += len(names)
+    return BucketPlan(tuple(specs))
 
 
 @dataclass(kw_only=True)
@@ -44,17 +58,12 @@ class Simulation:
 
     def run(self) -> StepReport:
         dice = random.Random(0)
-        infos = [
-            BucketInfo(index=i, names=tuple(names), num_bytes=num_bytes, dtype="float32")
-            for i, (names, num_bytes) in enumerate(self.buckets)
-        ]
         steps = [self._step(number, dice) for number in range(1, self.steps + 1)]
         return StepReport(
             model=self.model,
-            algorithm="AllReduce",
-            plan_digest="0" * 16,
-            buckets=tuple(infos),
-            steps=steps,
+            algorithm="gradient all-reduce",
+            plan=plan_of(self.buckets),
+            steps=tuple(steps),
             clock_error_s=self.clock_error_s,
             device="cpu",
         )
@@ -148,3 +157,42 @@ def many_buckets() -> StepReport:
         gathered=True,
         jitter=0.02,
     ).run()
+
+
+# Steps by hand.
+
+
+def reduce(
+    bucket: int, launched: float, done: float | None, waited_from: float, until: float, **other: Any
+) -> Transfer:
+    """A reduction whose launch takes no time."""
+    fields = {"kind": "reduce", "num_bytes": 400, "ready": launched, "launch_returned": launched, **other}
+    return Transfer(bucket=bucket, launched=launched, done=done, waited_from=waited_from, waited_until=until, **fields)
+
+
+def rank_step(
+    rank: int, *transfers: Transfer, began: float = 0.0, ended: float = 0.1, drained_s: float = 0.0
+) -> RankStep:
+    return RankStep(rank=rank, began=began, backward_began=0.03, ended=ended, transfers=transfers, drained_s=drained_s)
+
+
+def step_with_late_rank(number: int = 7) -> Step:
+    """Rank 3 launches bucket 1 20 ms later than rank 2; the transfers take 30 ms and 10 ms."""
+    return Step(
+        number=number,
+        ranks=(
+            rank_step(2, reduce(0, 0.04, 0.07, 0.06, 0.07), reduce(1, 0.05, 0.09, 0.07, 0.09), ended=0.091),
+            rank_step(3, reduce(0, 0.04, 0.07, 0.07, 0.07), reduce(1, 0.07, 0.09, 0.07, 0.09), ended=0.092),
+        ),
+    )
+
+
+def report_of(*steps: Step) -> StepReport:
+    return StepReport(
+        model="Mlp",
+        algorithm="gradient all-reduce",
+        plan=plan_of([([f"layers.{i}.weight"], 400) for i in range(2)]),
+        steps=steps,
+        clock_error_s=25e-6,
+        device="cpu",
+    )

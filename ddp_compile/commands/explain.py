@@ -1,4 +1,4 @@
-"""``python -m ddp_compile explain``: what ``model.explain()`` would say after some steps, without ranks and memory.
+"""``python -m ddp_compile explain``: what ``model.explain()`` would say after some steps, without ranks or memory.
 
 Note [Steps without values]
 The module's parameters are fake tensors. One forward and one backward run inside ``no_sync``, so that nothing is
@@ -29,7 +29,6 @@ from ddp_compile.module.mixin import original_class, state_of
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
-from ddp_compile.report.explanation_html import format_page
 from ddp_compile.runtime.comm import error_messages
 
 log = logging.getLogger(__name__)
@@ -43,36 +42,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split", choices=("auto", "forward", "backward", "none"), default="auto", help="as in ddp_compile()"
     )
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="as in ddp_compile()")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of the explanation, too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the explanation as JSON, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the explanation as JSON")
+    parser.add_argument("--html", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trace, print the explanation, write files. Returns the exit status: 2 for wrong input or code that raises."""
     try:
         if arguments.world_size < 1:
-            raise ValueError(f"--world-size {arguments.world_size} is no number of ranks; pass 2 or more")
-        for path in filter(None, [arguments.html, arguments.json]):
-            if not path.parent.is_dir():
-                raise ValueError(f"{path} cannot be written, since there is no folder {path.parent}; make it first")
+            raise ValueError(f"--world-size {arguments.world_size} must be at least 1; pass 2 or more")
+        if arguments.html is not None:
+            raise ValueError(f"--html {arguments.html} is no longer an argument; pass --json, or redirect the output")
+        if arguments.json is not None and not arguments.json.parent.is_dir():
+            raise ValueError(f"--json {arguments.json} cannot be written: no folder {arguments.json.parent}; create it")
         settings = {"split": arguments.split, "bucket_cap_mb": arguments.bucket_cap_mb}
         explanation = explain_function(arguments.function, arguments.world_size, settings)
     except (ValueError, TracingError) as error:
         print(f"explain: {error}", file=sys.stderr)
         return 2
     print(explanation)
-    if arguments.html is not None:
-        arguments.html.write_text(format_page(explanation), "utf-8")
     if arguments.json is not None:
         arguments.json.write_text(explanation.to_json(), "utf-8")
     return 0
 
 
 def explain_function(name: str, world_size: int, settings: Mapping[str, Any]) -> Explanation:
-    """Trace a step of the module that a user's function makes, and explain what ddp_compile would do with it.
+    """Trace a training step of the module that a user's function returns, and explain what ddp_compile would do.
 
     Args:
-        name: ``module:function``; the function returns what ``docs/explain.md`` says.
+        name: ``module:function``; see `RETURNS` for what the function returns.
         world_size: Number of ranks.
         settings: Arguments of ``ddp_compile``.
 
@@ -81,7 +79,7 @@ def explain_function(name: str, world_size: int, settings: Mapping[str, Any]) ->
         TracingError: The user's code raised, or cannot be traced.
     """
     if torch.distributed.is_initialized():
-        raise ValueError("a process group exists already; call destroy_process_group() first, or start another process")
+        raise ValueError("there is a process group already; call destroy_process_group() first, or use a new process")
     function = loaded(name)
     with torch_internals.fake_process_group(world_size), torch_internals.quiet_fake_mode() as fake_mode:
         with raising_at(f"{name}()"), fake_mode:

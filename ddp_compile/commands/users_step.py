@@ -18,7 +18,7 @@ from ddp_compile.validation.named_functions import load_function
 RETURNS = "return a module, (module, inputs), (module, args, kwargs) or (module, args, kwargs, loss)"
 
 _PLAIN_MODULE = "return the module as it is: this command calls ddp_compile itself"
-#: What to do instead of what a user's code has done, by the name of a function that it called, or a word of its error.
+#: Ways out of errors, by the name of a function that the user's code called, or by a word of the error.
 _WAYS_OUT = {
     "init_process_group": "leave it out: this command makes a process group of --world-size ranks that sends nothing",
     "ddp_compile": _PLAIN_MODULE,
@@ -28,7 +28,7 @@ _WAYS_OUT = {
 
 
 class TracingError(Exception):
-    """The user's code, or tracing it, raised; the message says where."""
+    """The user's code raised, or could not be traced; the message says where."""
 
 
 class UsersStep(NamedTuple):
@@ -46,10 +46,10 @@ def loaded(name: str) -> Callable[[], Any]:
 
 
 def users_step(name: str, returned: Any, fake_mode: Any) -> UsersStep:
-    """The training step that a user's function has returned, with fake tensors."""
+    """The training step that a user's function returned, with fake tensors."""
     module, *rest = returned if isinstance(returned, tuple) else (returned,)
     if is_replicated(module):
-        raise ValueError(f"{name} returns a module that is replicated already; {_PLAIN_MODULE}")
+        raise ValueError(f"{name} returns a module that is already replicated; {_PLAIN_MODULE}")
     args: Any = rest[0] if rest else ()
     kwargs: Any = rest[1] if len(rest) > 1 else {}
     loss: Any = rest[2] if len(rest) > 2 else _sum_of_outputs
@@ -71,7 +71,7 @@ def _sum_of_outputs(outputs: Any) -> Tensor:
 
 @contextmanager
 def raising_at(where: str, passes: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Turn what the user's code raises into a `TracingError` with that error and the user's line."""
+    """Turn an error of the user's code into a `TracingError` that quotes the error and the user's line."""
     try:
         yield
     except passes:

@@ -7,10 +7,9 @@ import hashlib
 import json
 import logging
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import CodeType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -98,14 +97,11 @@ class TrainingBackend:
         self.moves_gradients = moves_gradients
         self.num_runs = 0  #: of compiled graphs
         self.num_whole_runs = 0  #: of those that are all of the module's forward
-        self._frames: dict[int, weakref.ref[CodeType]] = {}  # by identity: copies of a code object are equal
         self.root: Callable[..., Any] | None = None  #: the function at whose frame Dynamo starts
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
         is_whole = self.root is not None and torch_internals.is_whole_frame(gm, self.root)
-        if (code := torch_internals.code_being_compiled(gm)) is not None:
-            self._frames[id(code)] = weakref.ref(code)
         compiled = self._compile(gm, example_inputs)
 
         def run(*arguments: Any) -> Any:
@@ -114,18 +110,6 @@ class TrainingBackend:
             return compiled(*arguments)
 
         return run
-
-    def forget(self) -> None:
-        """Forget all graphs, also those after graph breaks, so that the next forward compiles them by the plan.
-
-        What Dynamo has compiled of frames after a graph break goes for other modules of the class too, since they
-        share its code.
-        """
-        self.reports = []  # a backward that is compiled late writes to the list that it knows
-        frames, self._frames = self._frames, {}
-        for reference in frames.values():
-            if (code := reference()) is not None:
-                torch_internals.forget_code(code)
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         ordinal = len(self.reports)
@@ -197,7 +181,7 @@ class TrainingBackend:
             reads=tuple(reads),
             strides=_strides(example_inputs, parameter_of_input) if self.moves_gradients else {},
         )
-        reports, place = self.reports, len(self.reports)
+        reports, place = self.reports, len(self.reports)  # without self, which Dynamo would keep
         parts = (GraphPart(ctx.reads),)
         lines = _lines_of(gm, [declined.node for declined in not_cut], parts)
         report = GraphReport(place, ctx.buckets, parts, (), launches_in_backward=True, not_cut=not_cut, lines=lines)

@@ -36,7 +36,6 @@ class Feature(Enum):
     STATIC_GRAPH = "`static_graph=True`"
     CHECK_FINITE = "`check_finite_gradients=True`"
     DELAYED = "`delay_all_reduce_named_params=`"
-    FULLY_SHARD = "submodules of `fully_shard()`"
     ALGORITHM = "`algorithm=` other than `GradientAllReduce()`"
     AVERAGES = "an algorithm that averages parameters"
     ASYNC = "`AsyncModelAverage()`, or an algorithm with `Traits(in_step=False)`"
@@ -53,7 +52,6 @@ class Feature(Enum):
     JOIN = "`join()`"
     ACCELERATE = "`integrations.accelerate.use()`"
     LIGHTNING = "`integrations.lightning.DDPCompileStrategy()`"
-    AUTOMATIC_PLAN = '`bucket_cap_mb="auto"`'
 
 
 class Exclusion(NamedTuple):
@@ -81,17 +79,17 @@ EXCLUSIONS = (
         "each names the ranks to average over",
         "Pass one of them"),
     Exclusion(
-        Feature.ASYNC, (Feature.FIND_UNUSED, Feature.STATIC_GRAPH, Feature.SKIP_UNUSED, Feature.FULLY_SHARD,
-                        Feature.DELAYED, Feature.BUFFERS),
+        Feature.ASYNC, (Feature.FIND_UNUSED, Feature.STATIC_GRAPH, Feature.SKIP_UNUSED, Feature.DELAYED,
+                        Feature.BUFFERS),
         "with such an algorithm no rank waits for another in a step, but this would make them wait",
         "Leave it out, or pass another algorithm"),
     Exclusion(
-        Feature.CHECK_FINITE, (Feature.AVERAGES, Feature.FULLY_SHARD, Feature.DELAYED),
+        Feature.CHECK_FINITE, (Feature.AVERAGES, Feature.DELAYED),
         "gradients are checked in the buckets, but here some are reduced elsewhere, or not at all",
         "Leave check_finite_gradients out, and pass error_if_nonfinite=True to clip_grad_norm_ instead"),
     Exclusion(
         Feature.BEYOND_GROUP, (Feature.FIND_UNUSED, Feature.STATIC_GRAPH, Feature.SKIP_UNUSED, Feature.CHECK_FINITE,
-                               Feature.DELAYED, Feature.FULLY_SHARD, Feature.JOIN),
+                               Feature.DELAYED, Feature.JOIN),
         "with such an algorithm gradients are also reduced with ranks outside of the process group, but this is decided"
         " or reduced inside of it",
         "Leave it out"),
@@ -105,7 +103,7 @@ EXCLUSIONS = (
         "a hook can only replace the default all-reduce",
         "Keep one of the two; to change it, replicate the module again: ddp_compile(model.unwrap(), ...)"),
     Exclusion(
-        Feature.SHARDED_OPTIMIZER, (Feature.ALGORITHM, Feature.COMM_HOOK, Feature.DELAYED, Feature.FULLY_SHARD,
+        Feature.SHARDED_OPTIMIZER, (Feature.ALGORITHM, Feature.COMM_HOOK, Feature.DELAYED,
                                     Feature.STEPS_IN_BACKWARD),
         "a sharded optimizer itself reduces all gradients to shards, and must be the first to step",
         "Leave out one or the other"),
@@ -127,10 +125,6 @@ EXCLUSIONS = (
         "a rank that has no input left cannot know when those gradients come",
         "Give every rank the same number of batches, or drop delay_all_reduce_named_params"),
     Exclusion(
-        Feature.JOIN, (Feature.FULLY_SHARD,),
-        "a rank that has no input left does not join the collectives of FSDP2",
-        "Give every rank the same number of batches"),
-    Exclusion(
         Feature.JOIN, (Feature.JOIN,),
         "a rank that has no input left could shadow only one of the two",
         "Write one torch.distributed.algorithms.Join([first, second]) around both"),
@@ -143,16 +137,6 @@ EXCLUSIONS = (
         Feature.LIGHTNING, (Feature.SHARDED_OPTIMIZER,),
         "Lightning clips, logs and saves whole gradients and states",
         "Leave shard_optimizer out"),
-    Exclusion(
-        Feature.AUTOMATIC_PLAN, (Feature.ALGORITHM, Feature.COMM_HOOK, Feature.JOIN),
-        "the plan is computed for an all-reduce, or a reduce-scatter and an all-gather, of each bucket over all ranks,"
-        " and replacing it would lose what is kept for each bucket",
-        "Measure with model.measure(), save a plan by python -m ddp_compile plan --profile, and pass it as"
-        " bucket_plan="),
-    Exclusion(
-        Feature.AUTOMATIC_PLAN, (Feature.SKIP_UNUSED,),
-        "the plan is computed for buckets that are all reduced in every step",
-        "Leave out skip_all_reduce_unused_params"),
 )
 # fmt: on
 
@@ -168,14 +152,10 @@ def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:
     """The features that a replicated module has, or is to have with this algorithm, each as an error names it."""
     config, delayed = state.config, list(state.config.delayed.named)
     found = {feature: f"{name}=True" for feature, name in _FLAGS.items() if getattr(config, name)}
-    if config.plans_from_measurements:
-        found[Feature.AUTOMATIC_PLAN] = "bucket_cap_mb='auto'"
     if state.buffers.synchronized():
         found[Feature.BUFFERS] = "broadcast_buffers=True"
     if delayed:
         found[Feature.DELAYED] = f"delay_all_reduce_named_params ({shorten_names(delayed)})"
-    if state.sharded.names:
-        found[Feature.FULLY_SHARD] = f"submodules of fully_shard ({shorten_names(state.sharded.names)})"
     if state.optimizers.are_registered:
         found[Feature.STEPS_IN_BACKWARD] = "optimizer steps inside backward()"
     if stepped := with_steps(config.delayed.named):

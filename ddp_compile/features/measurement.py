@@ -2,38 +2,31 @@
 
 Note [When records are exchanged]
 A report needs the records of all ranks. They are exchanged in the backward that ends the last step, where every rank is
-and nothing is under way, so that later one rank alone can look at the report. A measurement without an end is exchanged
-in `Measurement.stop`. While it records, nothing more is sent than without it.
-
-One backward may reach several models, and they may come to their ends in another order on each rank. So the exchanges
-come when all of them have, in the order in which the measurements began, which is the same on every rank. So does what
-else needs every rank at the end of an iteration; see `when_pass_ends`.
+and nothing of the model is under way, so that later one rank alone can look at the report. A measurement without an end
+is exchanged in `Measurement.stop`. While it records, nothing more is sent than without it. If one backward reaches
+several models that are measured, their steps must end in the same order on every rank; if not, every rank raises.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import threading
+import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.features.replica import Replica
-from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
-from ddp_compile.report.over_ranks import covered
-from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer
+from ddp_compile.report.step_report import StepReport
+from ddp_compile.report.steps import RankStep, Step, Transfer, union_length
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.host_clock import Offset, exchange_bytes, measure_offsets
+from ddp_compile.runtime.comm.host_clock import exchange_bytes, measure_offsets
 from ddp_compile.runtime.comm.process_groups import host_group
-from ddp_compile.runtime.comm.step_records import NO_RECORDS, RawStep, RawTransfer, StepRecords
+from ddp_compile.runtime.comm.step_records import NO_RECORDS, RawStep, StepRecords
 from ddp_compile.runtime.comm.streams import work_blocks_host
 
 #: How many steps a measurement without an end keeps.
@@ -41,58 +34,14 @@ MOST_KEPT = 100
 
 Result = TypeVar("Result")
 
-_numbers = itertools.count()
 
+class Measurement:
+    """A measurement under way, or its report; ``model.measure()`` returns it.
 
-class _Due(threading.local):
-    """What comes at the end of the backward pass that this thread ends, with its number."""
-
-    def __init__(self) -> None:
-        self.graph_task = -1
-        self.methods: list[tuple[int, weakref.WeakMethod[Callable[[], None]]]] = []
-
-
-_due = _Due()
-
-
-def next_number() -> int:
-    """A number for `when_pass_ends`. Every rank has to take its numbers for the same things in the same order."""
-    return next(_numbers)
-
-
-def when_pass_ends(number: int, method: Callable[[], None]) -> None:
-    """Call a method that needs every rank when the backward pass has ended; see Note [When records are exchanged].
-
-    At once outside of a backward, where the user ends each model's step.
+    As a context manager it stops at the end, without a report if an exception leaves it.
 
     Args:
-        number: Methods with smaller ones come first.
-        method: A bound method, whose object this does not keep alive.
-    """
-    graph_task = torch_internals.current_graph_task_id()
-    if graph_task == -1:
-        method()
-        return
-    if _due.graph_task != graph_task:
-        _due.graph_task, _due.methods = graph_task, []  # those of a pass that raised are dropped
-        # Twice, so that it comes after collectives that others queue when the pass ends; see `DelayedAllReduce`.
-        torch_internals.queue_backward_callback(lambda: torch_internals.queue_backward_callback(_call_what_is_due))
-    _due.methods.append((number, weakref.WeakMethod(method)))
-
-
-def _call_what_is_due() -> None:
-    due, _due.graph_task, _due.methods = _due.methods, -1, []
-    for _, reference in sorted(due, key=lambda each: each[0]):
-        if (method := reference()) is not None:
-            method()
-
-
-def begin_measurement(
-    replica: Replica, model: str, steps: int | None, explain: Callable[[], Explanation | None]
-) -> Measurement:
-    """``model.measure()``: begin a measurement, on every rank between the same two steps.
-
-    Args:
+        replica: The state of the model; not kept alive, since users may keep the report for longer than the model.
         model: Name of the model's class.
         steps: How many steps to record; None for any number.
         explain: Returns what ``model.explain()`` says; must not keep the model alive.
@@ -102,42 +51,17 @@ def begin_measurement(
         ReplicationError: It cannot begin now.
         RanksDifferError: Another rank measures other steps, or none within the process group's timeout.
     """
-    _refuse(replica, steps)
-    first = replica.reducer.iteration_number + replica.reducer.is_within_iteration
-    replica.monitor.agree_on_measurement(f"measure(steps={steps})", f" from iteration {first} on")
-    return Measurement(replica, model, steps, first, explain=explain)
 
-
-class Measurement:
-    """A measurement under way, or its report; ``model.measure()`` returns it.
-
-    As a context manager it stops at the end, without a report if an exception leaves it.
-
-    Args:
-        model: Name of the model's class.
-        steps: How many steps to record; None for any number.
-        first: Number of the first iteration to record; the same on every rank.
-        explain: Returns what ``model.explain()`` says, or None; must not keep the model alive.
-        then: Called on every rank after the records were exchanged.
-    """
-
-    def __init__(
-        self,
-        replica: Replica,
-        model: str,
-        steps: int | None,
-        first: int,
-        *,
-        explain: Callable[[], Explanation | None] = lambda: None,
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, replica: Replica, model: str, steps: int | None, explain: Callable[[], Explanation]) -> None:
+        _refuse(replica, steps)
         reducer, group, device = replica.reducer, replica.process_group, replica.device
-        self._replica = weakref.ref(replica)  # users may keep the report for longer than the model
-        self._model, self._steps, self._device, self._explain, self._then = model, steps, device, explain, then
+        first = reducer.iteration_number + reducer.is_within_iteration
+        replica.monitor.agree_on_measurement(f"measure(steps={steps})", f" from iteration {first} on")
+        self._replica = weakref.ref(replica)
+        self._model, self._steps, self._device, self._explain = model, steps, device, explain
         self._ranks, self._rank_in_group = dist.get_process_group_ranks(group), group.rank()
         self._report: StepReport | None = None
         self._is_over = False
-        self._number = next_number()
         self._hosts: Any = host_group(group, device, own=False)
         self._offsets = _among_ranks(measure_offsets, *self._hosts)
         self._records = StepRecords(
@@ -205,7 +129,7 @@ class Measurement:
     def last_step(self) -> Step | None:
         """The last complete step, of this rank alone; None before there is one."""
         steps = self._records.steps
-        return _step({self._ranks[self._rank_in_group]: steps[-1]}) if steps else None
+        return _step([_OfRank(self._ranks[self._rank_in_group], 0, steps[-1])]) if steps else None
 
     def exchange(self) -> None:
         """Exchange the records with all ranks, which are here too, and make the report.
@@ -217,47 +141,31 @@ class Measurement:
         replica = self._replica()
         assert replica is not None
         self.abandon()
-        models = [name.decode() for name in _among_ranks(exchange_bytes, replica.monitor.model.encode(), *hosts)]
+        message = zlib.compress(pickle.dumps((replica.monitor.model, raw)))
+        received = [pickle.loads(zlib.decompress(each)) for each in _among_ranks(exchange_bytes, message, *hosts)]
+        models = [model for model, _ in received]
         if len(set(models)) > 1:
             raise error_messages.measured_models_differ(dict(zip(self._ranks, models, strict=True)))
         later = _among_ranks(measure_offsets, *hosts)
         offsets = [before.and_later(after) for before, after in zip(self._offsets, later, strict=True)]
-        message = zlib.compress(json.dumps([_to_list(step) for step in raw]).encode())
-        messages = _among_ranks(exchange_bytes, message, *hosts)
-        everyone = [_from_message(each, offset) for each, offset in zip(messages, offsets, strict=True)]
+        everyone = [{step.number: step for step in steps} for _, steps in received]
         numbers = set.intersection(*(set(steps) for steps in everyone))  # a rank may have dropped a step
-        if numbers:
-            assert plan is not None
-            self._report = self._report_of(everyone, numbers, plan, offsets, replica)
-        self._then()
-
-    def _report_of(
-        self,
-        everyone: Sequence[Mapping[int, RawStep]],
-        numbers: Iterable[int],
-        plan: BucketPlan,
-        offsets: Iterable[Offset],
-        replica: Replica,
-    ) -> StepReport:
-        return StepReport(
+        if not numbers:
+            return
+        assert plan is not None
+        by_rank = list(zip(self._ranks, offsets, everyone, strict=True))
+        self._report = StepReport(
             model=self._model,
             algorithm=replica.reducer.algorithm.name,
-            plan_digest=plan.digest,
-            buckets=_describe(plan),
-            steps=[
-                _step({rank: steps[number] for rank, steps in zip(self._ranks, everyone, strict=True)})
+            plan=plan,
+            steps=tuple(
+                _step([_OfRank(rank, offset.ns, steps[number]) for rank, offset, steps in by_rank])
                 for number in sorted(numbers)
-            ],
+            ),
             clock_error_s=sum(sorted(offset.error_ns for offset in offsets)[-2:]) / 1e9,
             device=self._device.type,
             explanation=self._explain(),
         )
-
-    @property
-    def periods_s(self) -> list[float]:
-        """The times from the first forward of a step to that of the next one, on this rank, in seconds."""
-        pairs = itertools.pairwise(self._records.steps)
-        return [(after.began - before.began) / 1e9 for before, after in pairs if after.number == before.number + 1]
 
     def __enter__(self) -> Measurement:
         return self
@@ -304,11 +212,11 @@ def _refuse_between(replica: Replica, call: str) -> None:
 
 def _exchange_of(measurement: Measurement) -> Callable[[], None]:
     """Its exchange, without keeping it, and so a process group, alive: the records that it owns have this."""
-    number, reference = measurement._number, weakref.WeakMethod(measurement.exchange)
+    reference = weakref.WeakMethod(measurement.exchange)
 
     def exchange() -> None:
         if (alive := reference()) is not None:
-            when_pass_ends(number, alive)
+            alive()
 
     return exchange
 
@@ -323,94 +231,51 @@ def _among_ranks(exchange: Callable[..., Result], *args: Any) -> Result:
 # From raw records to those of the report.
 
 
-def _describe(plan: BucketPlan) -> tuple[BucketInfo, ...]:
-    return tuple(
-        BucketInfo(
-            index=bucket.index,
-            names=tuple(gradient.fqn for gradient in bucket.gradients),
-            num_bytes=bucket.num_bytes,
-            dtype=bucket.dtype,
-        )
-        for bucket in plan.buckets
-    )
+class _OfRank(NamedTuple):
+    """A step as one rank recorded it."""
+
+    rank: int
+    offset_ns: int  #: what to add to its clock to get rank 0's
+    step: RawStep
 
 
-def _to_list(step: RawStep) -> list[Any]:
-    transfers = [
-        [t.bucket, t.kind, t.num_bytes, t.ready, t.launched, t.launch_returned, t.done, t.waited_from, t.waited_until]
-        for t in step.transfers
-    ]
-    return [step.number, step.began, step.backward_began, step.ended, step.blocked, transfers]
+def _step(raw: Sequence[_OfRank]) -> Step:
+    origin_ns = min(each.step.began + each.offset_ns for each in raw)
+    ranks = [_rank_step(rank, step, origin_ns - offset_ns) for rank, offset_ns, step in raw]
+    return Step(number=raw[0].step.number, ranks=tuple(ranks))
 
 
-def _from_message(message: bytes, offset: Offset) -> dict[int, RawStep]:
-    """The steps of a rank by their numbers, on rank 0's clock."""
-
-    def here(at: int | None) -> int | None:
-        return None if at is None else at + offset.ns
-
-    steps = {}
-    for number, began, backward_began, ended, blocked, transfers in json.loads(zlib.decompress(message)):
-        steps[number] = RawStep(
-            number=number,
-            began=here(began),
-            backward_began=here(backward_began),
-            ended=here(ended),
-            blocked=[(here(since), here(until)) for since, until in blocked],
-            transfers=[
-                RawTransfer(
-                    bucket=bucket,
-                    kind=kind,
-                    num_bytes=num_bytes,
-                    ready=here(ready),
-                    launched=here(launched),
-                    launch_returned=here(returned),
-                    done=[at + offset.ns for at in done],
-                    waited_from=here(waited_from),
-                    waited_until=here(waited_until),
-                )
-                for bucket, kind, num_bytes, ready, launched, returned, done, waited_from, waited_until in transfers
-            ],
-        )
-    return steps
-
-
-def _step(raw: Mapping[int, RawStep]) -> Step:
-    """One step of these ranks; their records are on one clock."""
-    origin_ns = min(step.began for step in raw.values())
+def _rank_step(rank: int, step: RawStep, origin_ns: int) -> RankStep:
+    """One rank's part of a step; the origin is on its own clock."""
 
     def seconds(at: int | None) -> Any:
         return None if at is None else (at - origin_ns) / 1e9
 
-    def transfers(step: RawStep) -> Iterable[Transfer]:
-        for each in step.transfers:
-            yield Transfer(
-                bucket=each.bucket,
-                kind=each.kind,
-                num_bytes=each.num_bytes,
-                ready=seconds(each.ready),
-                launched=seconds(each.launched),
-                launch_returned=seconds(each.launch_returned),
-                done=seconds(each.done[0]) if each.done else None,
-                waited_from=seconds(each.waited_from),
-                waited_until=seconds(each.waited_until),
-            )
-
-    ranks = tuple(
-        RankStep(
-            rank=rank,
-            began=seconds(step.began),
-            backward_began=seconds(step.backward_began),
-            ended=seconds(step.ended),
-            transfers=tuple(transfers(step)),
-            drained_s=_drained_ns(step) / 1e9,
+    transfers = [
+        Transfer(
+            bucket=each.bucket,
+            kind=each.kind,
+            num_bytes=each.num_bytes,
+            ready=seconds(each.ready),
+            launched=seconds(each.launched),
+            launch_returned=seconds(each.launch_returned),
+            done=seconds(each.done[0]) if each.done else None,
+            waited_from=seconds(each.waited_from),
+            waited_until=seconds(each.waited_until),
         )
-        for rank, step in raw.items()
+        for each in step.transfers
+    ]
+    return RankStep(
+        rank=rank,
+        began=seconds(step.began),
+        backward_began=seconds(step.backward_began),
+        ended=seconds(step.ended),
+        transfers=tuple(transfers),
+        drained_s=_drained_ns(step) / 1e9,
     )
-    return Step(number=next(iter(raw.values())).number, ranks=ranks)
 
 
 def _drained_ns(step: RawStep) -> float:
     """How long the rank was blocked, but not for one of the transfers."""
     waits = [(t.waited_from, t.waited_until) for t in step.transfers if t.waited_until is not None]
-    return covered([*step.blocked, *waits]) - covered(waits)
+    return union_length([*step.blocked, *waits]) - union_length(waits)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ddp_compile.features.measurement import Measurement
     from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
     from ddp_compile.features.replicated_buffers import ReplicatedBuffers
-    from ddp_compile.features.sharded_submodules import ShardedSubmodules
     from ddp_compile.features.uneven_inputs import UnevenInputs
 
 
@@ -32,7 +31,6 @@ class Replica(Protocol):
     builder: PlanBuilder
     reducer: Reducer
     buffers: ReplicatedBuffers
-    sharded: ShardedSubmodules
     optimizers: OptimizersInBackward
     uneven_inputs: UnevenInputs
     monitor: DesyncMonitor

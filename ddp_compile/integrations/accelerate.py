@@ -54,7 +54,7 @@ def use(accelerator: UsedT, *, log_communication: bool = False, **arguments: Any
             torchrun. Or a Trainer, for its accelerator and those that it makes for the trials of a hyperparameter
             search.
         log_communication: Whether `Accelerator.log`, or Trainer with each training loss, also logs how long the last
-            step computed and waited for communication on this rank, in ms: see docs/measuring.md.
+            step computed and waited for communication on this rank, in ms: see docs/look_inside.md.
         arguments: The arguments of `ddp_compile`, except ``process_group`` and ``device_mesh``. If the accelerator was
             given a DistributedDataParallelKwargs, or Trainer made one, its settings and its comm hook are used too.
 

@@ -186,7 +186,7 @@ class DDPCompileStrategy(DDPStrategy):
 
 
 class LogCommunication(Callback):
-    """Logs how long the last step computed and waited for communication on this rank, in ms: see docs/measuring.md.
+    """Logs how long the last step computed and waited for communication on this rank, in ms: see docs/look_inside.md.
 
     Pass it to Lightning's ``Trainer(callbacks=[...])``, with `DDPCompileStrategy`. A Trainer logs in each step that is
     a multiple of its ``log_every_n_steps``.

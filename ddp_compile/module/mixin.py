@@ -19,7 +19,7 @@ from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.errors import ReplicationError
 from ddp_compile.features.algorithm_switch import register_comm_hook, set_comm_algorithm
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
-from ddp_compile.features.measurement import Measurement, begin_measurement
+from ddp_compile.features.measurement import Measurement
 from ddp_compile.features.uneven_inputs import JoinOne
 from ddp_compile.module.explanation import explain
 from ddp_compile.module.replicate_state import ReplicateState
@@ -331,7 +331,7 @@ class ReplicatedModule(nn.Module):
         return explain(state_of(self), self.bucket_plan, original_class(type(self)).__name__)
 
     def measure(self, steps: int | None = 20) -> Measurement:
-        """Record when each bucket is ready, launched, transferred and waited for, on all ranks; see docs/measuring.md.
+        """Record when each bucket is ready, launched, transferred and waited for; see docs/look_inside.md.
 
         Call it on every rank, between the same two steps; it waits for the others. It begins with the next step and
         ends in the backward that completes the last one::
@@ -354,15 +354,13 @@ class ReplicatedModule(nn.Module):
         """
         state = state_of(self)
         alive = weakref.ref(self)
-        if state.automatic_plan is not None:
-            state.automatic_plan.make_way()
 
         def explain_now() -> Explanation:
             model = alive()
             assert model is not None  # its backward is running, or stop() found it
             return model.explain()
 
-        state.measurement = begin_measurement(state, original_class(type(self)).__name__, steps, explain_now)
+        state.measurement = Measurement(state, original_class(type(self)).__name__, steps, explain_now)
         return state.measurement
 
     def comm_stats(self) -> Step | None:
@@ -383,11 +381,8 @@ class ReplicatedModule(nn.Module):
         state.reducer.algorithm.sharding.refuse_missing_steps()
         if state.measurement is not None:
             state.measurement.abandon()
-        if state.automatic_plan is not None:
-            state.automatic_plan.make_way()
         state.reducer.remove_hooks()
         state.delayed.remove_hook()
-        state.sharded.detach()
         state.regions.remove()
         state.parameters.release()
         delattr(self, STATE)

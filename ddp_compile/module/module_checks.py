@@ -14,7 +14,6 @@ from torch.nn.parameter import UninitializedParameter
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.features.sharded_submodules import names_sharded
 from ddp_compile.module.mixin import ReplicatedModule
 from ddp_compile.module.replicated_class import defines, names_taken
 from ddp_compile.runtime.comm import streams
@@ -30,8 +29,7 @@ def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
         raise ReplicationError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
     refuse_wrappers_inside(module)
     _check_ignored(module, ignored)
-    sharded = names_sharded(module)
-    _check_trainable(reduced_parameters(module, ignored | sharded), bool(ignored), bool(sharded))
+    _check_trainable(reduced_parameters(module, ignored), bool(ignored))
     if hidden := [name for name in names_taken() if defines(module, name)]:
         raise ReplicationError(
             f"{type(module).__name__}.{hidden[0]} has the name of a method that ddp_compile adds; rename it, or"
@@ -49,9 +47,9 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
         ReplicationError: Names the device and the first tensor on it that would be sent, or a DTensor that is sharded
             over the ranks to average over.
     """
-    _refuse_sharded_over_replicas(module, config.parameters_to_ignore | names_sharded(module), process_group)
+    _refuse_sharded_over_replicas(module, config.parameters_to_ignore, process_group)
     reduced: dict[torch.device, str] = {}
-    for name, parameter in reduced_parameters(module, config.parameters_to_ignore | names_sharded(module)).items():
+    for name, parameter in reduced_parameters(module, config.parameters_to_ignore).items():
         reduced.setdefault(parameter.device, name)
     if len(reduced) > 1:
         places = ", ".join(f"{name} is on {device}" for device, name in reduced.items())
@@ -99,8 +97,8 @@ def _refuse_sharded_over_replicas(module: nn.Module, ignored: Container[str], pr
 
 
 def _sent(module: nn.Module, config: ReplicateConfig) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are sent between ranks, by name, without those that FSDP2 sends itself."""
-    not_sent = config.parameters_to_ignore | names_sharded(module)
+    """The tensors that are sent between ranks, by name."""
+    not_sent = config.parameters_to_ignore
     yield from reduced_parameters(module, not_sent).items()
     if config.init_sync:
         yield from ((name, tensor) for name, tensor in module.named_parameters() if name not in not_sent)
@@ -122,12 +120,7 @@ def _check_ignored(module: nn.Module, ignored: frozenset[str]) -> None:
         raise ReplicationError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
 
 
-def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bool, some_are_sharded: bool) -> None:
-    if not trainable and some_are_sharded:
-        raise ReplicationError(
-            "fully_shard has taken every parameter that requires a gradient, so nothing is left to reduce; to average"
-            " over another dimension too, write fully_shard(module, mesh=mesh['replicas', 'parts'])"
-        )
+def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bool) -> None:
     if not trainable and some_are_ignored:
         raise ReplicationError(
             "every parameter that requires a gradient is named in parameters_to_ignore, or in"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,14 +20,12 @@ from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank
 from ddp_compile.features.algorithm_switch import refuse_objection
-from ddp_compile.features.automatic_plan import AutomaticPlan
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.features.measurement import Measurement
 from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.features.regions import CompiledRegions, find_inner, find_regions, region_of_parameters
 from ddp_compile.features.replicated_buffers import ReplicatedBuffers
-from ddp_compile.features.sharded_submodules import ShardedSubmodules, sharded_submodules
 from ddp_compile.features.uneven_inputs import UnevenInputs
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.module import explanation
@@ -36,7 +34,6 @@ from ddp_compile.plan.saved_plan import SavedPlan, load_for
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
-from ddp_compile.runtime.comm.process_groups import group_of
 from ddp_compile.runtime.desync.model_order import is_agreement_point
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.reducer import Reducer
@@ -59,11 +56,7 @@ class ReplicateState:
         algorithm_config: AlgorithmConfig,
         compile_settings: CompileSettings,
     ) -> None:
-        regions, sharded = find_regions(module, config.regions), sharded_submodules(module)
-        if sharded:
-            # FSDP2 may also send over the group, between our launches, in an order that is not certain.
-            ranks = dist.get_process_group_ranks(process_group)
-            process_group = group_of(ranks, process_group, next(module.parameters()).device)
+        regions = find_regions(module, config.regions)
         self.process_group, self.config, self.compile_settings = process_group, config, compile_settings
         self.requires_sync = True
         self.measurement: Measurement | None = None  # the last one
@@ -71,20 +64,17 @@ class ReplicateState:
         # `await_before_python`.
         self._is_generating = self._is_training = self._names_parameters = self._has_waited = False
         self._was_compiled = self._ran_uncompiled = False  # any forward with gradients; the last one
-        self._compiles_again = False
         # The second counter includes forwards that `prepare_for_backward_of` announces.
         self._num_forwards = self._num_with_gradients = 0
         # A DistributedDataParallel that has called the module but reduces none of its parameters.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
-        not_reduced = config.parameters_to_ignore.union(*(submodule.parameters for submodule in sharded))
-        self._select_parameters(module, not_reduced)
+        self._select_parameters(module)
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph)
         in_backward = not regions and launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
-        self.sharded = ShardedSubmodules(sharded, process_group, self.device)
         gradients = describe_gradients(module, self.reduced)
         saved = load_for(config.bucket_plan, gradients)
-        self._agree(module, algorithm, in_backward, not_reduced, regions, saved)
+        self._agree(module, algorithm, in_backward, regions, saved)
         self.monitor = DesyncMonitor(process_group, self.device, type(module).__name__)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
@@ -96,12 +86,9 @@ class ReplicateState:
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         step_watch.attach(algorithm, self.reduced)
-        self.sharded.attach(broadcast=config.init_sync)
         self.delayed = DelayedAllReduce(config.delayed, process_group)
         region_of = region_of_parameters(list(self.reduced), regions)
-        self.builder = PlanBuilder(
-            gradients, config.caps_bytes, algorithm.traits.layout, region_of, config.max_bucket_bytes
-        )
+        self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
         if saved.plan is not None:
             self.builder.use(saved.plan)
         self._compile_calls(module, compile_settings, in_backward, bool(regions))
@@ -119,14 +106,11 @@ class ReplicateState:
         register_receiver(self.backend.reducer, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
-        self.automatic_plan: AutomaticPlan | None = None
-        if config.plans_from_measurements and process_group.size() > 1:
-            self.automatic_plan = AutomaticPlan(self, type(module).__name__, _while_alive(self.compile_again))
-            self.reducer.on_iteration_ended = _while_alive(self.automatic_plan.iteration_ends)
 
-    def _select_parameters(self, module: nn.Module, not_reduced: Container[str]) -> None:
-        self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
-        self.parameters = ReplicatedParameters(module, not_reduced)
+    def _select_parameters(self, module: nn.Module) -> None:
+        ignored = self.config.parameters_to_ignore
+        self._all_parameters = [p for name, p in module.named_parameters() if name not in ignored]
+        self.parameters = ReplicatedParameters(module, ignored)
         delayed = {id(parameter) for parameter in self.config.delayed.named.values()}
         self.reduced: Mapping[str, nn.Parameter] = {
             name: p for name, p in self.parameters.named.items() if id(p) not in delayed
@@ -138,7 +122,6 @@ class ReplicateState:
         module: nn.Module,
         algorithm: CommAlgorithm,
         in_backward: bool,
-        not_reduced: Container[str],
         regions: Iterable[str],
         saved: SavedPlan,
     ) -> None:
@@ -153,13 +136,12 @@ class ReplicateState:
             f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
             f"modules that are compiled by themselves={', '.join(regions) or 'none'}",
             f"saved bucket plan={saved.describe()}",
-            *describe_module(module, self.config, in_backward, not_reduced),
-            *self.sharded.describe(),
+            *describe_module(module, self.config, in_backward),
         ]
         verify_modules_agree(description, self.process_group, self.device)
         refuse_objection(objection)
-        if saved.objection:
-            raise ValueError(f"{this_rank()}: {saved.objection}")
+        if saved.error:
+            raise ValueError(f"{this_rank()}: {saved.error}")
         self.parameters.refuse_shared()
 
     def _compile_calls(
@@ -202,10 +184,6 @@ class ReplicateState:
             torch_internals.leave_call_to_python(cls)
         self.regions.compile(regions)
         self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
-
-    def compile_again(self) -> None:
-        """Let the next forward forget the graphs, and cut them at the boundaries of the present plan."""
-        self._compiles_again = True
 
     def region_begins(self) -> None:
         """Called before Python calls a region, perhaps outside a forward of the module."""
@@ -349,9 +327,6 @@ class ReplicateState:
             refuse_pairs(in_force(self, self.reducer.algorithm))  # optimizers may have been applied since
             self.optimizers.adopt()
         self._num_with_gradients += 1
-        if self._compiles_again:
-            self._compiles_again = False
-            self.backend.forget()
         if is_agreement_point(self._num_with_gradients):
             self._refuse_changes(module)
         try:

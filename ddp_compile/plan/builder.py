@@ -7,8 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ddp_compile.plan.packing import check_layout, pack
-from ddp_compile.plan.planner import Capacities, Planner
+from ddp_compile.plan.packing import check_caps, check_layout, pack
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
 
 
@@ -21,14 +20,13 @@ class _Place(NamedTuple):
 
 
 class PlanBuilder:
-    """Collects the plan of one module frame by frame, in the order in which Dynamo compiles them.
+    """Builds the plan of one module frame by frame, in the order in which Dynamo compiles the frames.
 
     Args:
         gradients: Every reduced parameter, in registration order; ``gradients[i].index == i``.
         caps_bytes: Bucket capacities in bytes, see `plan_buckets`. Each frame starts with the first one.
         layout: See `BucketSpec`.
         region_of: The region of each parameter that is in one, by index; see `pack`.
-        largest_bytes: See `Capacities`.
 
     Raises:
         ValueError: As `plan_buckets`.
@@ -40,13 +38,12 @@ class PlanBuilder:
         caps_bytes: Sequence[int],
         layout: Layout = "padded",
         region_of: Mapping[int, int] = MappingProxyType({}),
-        largest_bytes: int | None = None,
     ) -> None:
         check_layout(layout)
+        check_caps(caps_bytes)
         assert [gradient.index for gradient in gradients] == list(range(len(gradients)))
         self.gradients = tuple(gradients)
         self.caps_bytes = tuple(caps_bytes)
-        self.planner: Planner = Capacities(self.caps_bytes, largest_bytes)
         self.layout = layout
         self.region_of = region_of
         self.sealed: BucketPlan | None = None
@@ -58,7 +55,7 @@ class PlanBuilder:
     def add_frame(self, ready_order: Sequence[int]) -> list[BucketSpec]:
         """Add one frame; return every bucket with a parameter of the frame, in launch order.
 
-        Until the plan is sealed, this packs the parameters that no earlier frame has shown. Afterwards the sealed plan
+        Until the plan is sealed, this packs the parameters that were in no earlier frame. Afterwards the sealed plan
         decides.
         """
         if (fixed := self.sealed or self.given) is not None:
@@ -67,13 +64,13 @@ class PlanBuilder:
         fresh = [self.gradients[i] for i in ready_order if i not in self._place_of]
         if fresh:  # empty if a frame is compiled again
             self._pack_frame(fresh)
-        # Without a loop over all buckets, since a model may have a hundred frames of many small parameters.
+        # No loop over all buckets, since a model may have a hundred frames with many small parameters.
         found = {self._index_of(place): place for place in map(self._place_of.__getitem__, ready_order)}
         return [replace(self._frames[place.frame][place.position], index=i) for i, place in sorted(found.items())]
 
     def _pack_frame(self, gradients: Sequence[GradientSpec]) -> None:
         frame = len(self._frames)
-        buckets = pack(gradients, self.planner, self.layout, frame=frame)
+        buckets = pack(gradients, self.caps_bytes, self.layout, frame=frame)
         self._frames.append(buckets)
         self._num_buckets += len(buckets)
         for position, bucket in enumerate(buckets):
@@ -88,7 +85,7 @@ class PlanBuilder:
         """The plan as this rank sees it.
 
         The backward runs through the frames from the last to the first, so the last frame's buckets are launched first.
-        Parameters that no frame showed are the eager tail, in reverse registration order, after all frames. If it
+        Parameters that are in no frame are the eager tail, in reverse registration order, after all frames. If it
         contains regions, which run between the frames, all buckets are in reverse registration order.
         """
         if self.given is not None:
@@ -117,7 +114,7 @@ class PlanBuilder:
         return BucketPlan(renumbered(buckets), self.sealed.generation + 1)
 
     def _pack_tail(self, order: Sequence[int]) -> list[BucketSpec]:
-        """Buckets of these parameters. Those of a region are together, at the place of the first one."""
+        """Buckets of these parameters. Those of a region stay together, at the place of the first one."""
         begins: dict[int, int] = {}
         for place, index in enumerate(order):
             if index in self.region_of:
@@ -125,7 +122,7 @@ class PlanBuilder:
         # Sorting is stable: parameters of a region keep their order.
         places = {index: begins.get(self.region_of.get(index, -1), place) for place, index in enumerate(order)}
         tail = [self.gradients[index] for index in sorted(order, key=places.__getitem__)]
-        return pack(tail, self.planner, self.layout, frame=None, region_of=self.region_of)
+        return pack(tail, self.caps_bytes, self.layout, frame=None, region_of=self.region_of)
 
     def lay_out_as(self, layout: Layout, owners: Mapping[int, int]) -> None:
         """Give every bucket, those of a sealed plan too, another layout, and its gradients other owners by index."""

@@ -1,4 +1,4 @@
-"""What a step costs: transfers by bytes, launches, and when gradients are ready and parameters needed.
+"""What a step costs: transfers, launches, and when gradients are ready and parameters needed.
 
 All times are in seconds, all sizes in bytes.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import linear_regression
+
+from ddp_compile.errors import number_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +18,7 @@ class Collective:
     """The alpha-beta model of a collective: a latency, and a time for each byte.
 
     Args:
-        latency_s: What it takes however small the buffer is, in seconds.
+        latency_s: Seconds that even an empty buffer takes.
         s_per_byte: Seconds for each byte of the flat buffer, not for each byte that travels.
 
     Raises:
@@ -35,13 +37,18 @@ class Collective:
     def time_s(self, num_bytes: float) -> float:
         return self.latency_s + self.s_per_byte * num_bytes
 
+    @property
+    def half(self) -> Collective:
+        """A reduce-scatter or an all-gather, if this is an all-reduce."""
+        return Collective(latency_s=self.latency_s / 2, s_per_byte=self.s_per_byte / 2)
 
-#: The latency that stands for one that is too small to be seen.
+
+#: The latency of a fit that finds none.
 _LEAST_LATENCY_S = 1e-6
 
 
 def fit_collective(times_s: Mapping[int, float], way_out: str) -> Collective:
-    """The line through the times of transfers.
+    """The least-squares line through the times of transfers.
 
     Args:
         times_s: Seconds by bytes, of at least two sizes.
@@ -53,8 +60,8 @@ def fit_collective(times_s: Mapping[int, float], way_out: str) -> Collective:
     sizes, times = list(times_s), list(times_s.values())
     slope, intercept = linear_regression(sizes, times)
     if slope <= 0:
-        least, most = (f"{size} bytes take {times_s[size] * 1e3:.3f} ms" for size in (min(sizes), max(sizes)))
-        raise ValueError(f"{least} and {most}, which is no rate; {way_out}")
+        ends = [f"{size} bytes took {times_s[size] * 1e3:.3f} ms" for size in (min(sizes), max(sizes))]
+        raise ValueError(f"{' and '.join(ends)}, so the times give no rate; {way_out}")
     if intercept < _LEAST_LATENCY_S:
         (slope, _), intercept = linear_regression(sizes, times, proportional=True), _LEAST_LATENCY_S
     return Collective(latency_s=intercept, s_per_byte=slope)
@@ -66,12 +73,12 @@ class Link:
 
     Args:
         world_size: Number of ranks, at least 2.
-        latency_s: Of one message between two nodes, in seconds.
+        latency_s: Latency of one message between two nodes, in seconds.
         bytes_per_second: Rate of a node's link, in each direction.
         ranks_per_node: Ranks that share a node's link. Transfers inside a node are taken to be no slower.
 
     Raises:
-        ValueError: A number out of range, or the nodes are not full.
+        ValueError: A number is out of range, or the nodes are not full.
 
     Source: a ring sends ``2 (n - 1) / n`` of the buffer over each link, also if it passes through the ranks of a node
     in turn. Its latency is taken to be that of a double binary tree (Sanders et al. 2009), which NCCL uses for small
@@ -93,84 +100,33 @@ class Link:
                 f"ranks_per_node={self.ranks_per_node} must be at least 1 and divide world_size={self.world_size}"
             )
 
-    @property
-    def depth(self) -> int:
-        """Messages from one node to the farthest one in a tree; 1 if there is one node, for its own latency."""
-        return max(1, math.ceil(math.log2(self.world_size // self.ranks_per_node)))
-
-    @property
-    def share(self) -> float:
-        """The part of a buffer that belongs to the other ranks."""
-        return (self.world_size - 1) / self.world_size
-
-    def all_reduce(self, wire: float = 1.0) -> Collective:
-        """An all-reduce. ``wire`` is the number of bytes that travel for a byte of the buffer."""
-        return Collective(
-            latency_s=2 * self.depth * self.latency_s, s_per_byte=2 * self.share * wire / self.bytes_per_second
-        )
-
-    def shards(self, wire: float = 1.0) -> Collective:
-        """A reduce-scatter or an all-gather."""
-        return Collective(latency_s=self.depth * self.latency_s, s_per_byte=self.share * wire / self.bytes_per_second)
+    def all_reduce(self) -> Collective:
+        depth = max(1, math.ceil(math.log2(self.world_size // self.ranks_per_node)))
+        share = (self.world_size - 1) / self.world_size
+        return Collective(latency_s=2 * depth * self.latency_s, s_per_byte=2 * share / self.bytes_per_second)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Computation:
-    """A step of one model without communication. The arguments are those of `Costs`, in seconds.
+    """What a training step of one model computes on one rank.
 
     Args:
-        ready_s: See `Costs`.
-        needed_s: See `Costs`.
-        forward_s: See `Costs`.
-        launch_s: See `Costs`.
-        step_s_per_byte: Of an optimizer that is not sharded.
-    """
-
-    ready_s: Sequence[float]
-    needed_s: Sequence[float]
-    forward_s: float
-    launch_s: float = 0.0
-    step_s_per_byte: float = 0.0
-
-    def with_transfers(self, reduce: Collective, gather: Collective | None = None, shards: int = 1) -> Costs:
-        """The costs with these transfers, if each rank steps one of ``shards`` parts."""
-        return Costs(
-            reduce=reduce,
-            ready_s=self.ready_s,
-            launch_s=self.launch_s,
-            step_s_per_byte=self.step_s_per_byte / shards,
-            forward_s=self.forward_s,
-            gather=gather,
-            needed_s=self.needed_s,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What a training step of one model costs, on one rank, apart from how its gradients are grouped.
-
-    Args:
-        reduce: The transfer of a bucket in the backward: an all-reduce, or a reduce-scatter.
         ready_s: For each parameter, by index, when its gradient is ready: seconds since the backward began, if nothing
             were launched.
-        launch_s: What a launch takes from the computation.
-        step_s_per_byte: The optimizer's time for a byte of gradients. A sharded one's is that of this rank's part.
+        needed_s: For each parameter, by index, when the forward first reads it: seconds since the forward began.
         forward_s: Length of a forward that waits for nothing.
-        gather: The transfer of a bucket after its step; None if the optimizer is not sharded.
-        needed_s: For each parameter, by index, when the forward first reads it: seconds since the forward began. Used
-            if there is a ``gather``.
+        launch_s: By how much a launch delays the computation.
+        step_s_per_byte: The optimizer's time for a byte of gradients. A sharded one's is that of this rank's part.
 
     Raises:
-        ValueError: A time is negative, infinite or NaN, or ``needed_s`` is for other parameters than ``ready_s``.
+        ValueError: A time is negative, infinite or NaN.
     """
 
-    reduce: Collective
     ready_s: Sequence[float]
+    needed_s: Sequence[float] = ()
+    forward_s: float = 0.0
     launch_s: float = 0.0
     step_s_per_byte: float = 0.0
-    forward_s: float = 0.0
-    gather: Collective | None = None
-    needed_s: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         named = {"launch_s": self.launch_s, "step_s_per_byte": self.step_s_per_byte, "forward_s": self.forward_s}
@@ -178,11 +134,36 @@ class Costs:
         named |= {f"needed_s[{i}]": time for i, time in enumerate(self.needed_s)}
         for name, value in named.items():
             if not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value} must be a finite number of seconds from 0 on")
+                raise ValueError(f"{name}={value} must be a finite number of seconds that is not negative")
+
+    def with_transfers(self, reduce: Collective, gather: Collective | None = None, shards: int = 1) -> Costs:
+        """The costs with these transfers, where each rank's optimizer steps one of ``shards`` parts."""
+        own = {field.name: getattr(self, field.name) for field in fields(Computation)}
+        own["step_s_per_byte"] /= shards
+        return Costs(reduce=reduce, gather=gather, **own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs(Computation):
+    """What a training step costs, apart from how its gradients are grouped.
+
+    Args:
+        reduce: The transfer of a bucket in the backward: an all-reduce, or a reduce-scatter.
+        gather: The transfer of a bucket after its step; None if the optimizer is not sharded.
+
+    Raises:
+        ValueError: As `Computation`, or with a ``gather``, ``needed_s`` is for other parameters than ``ready_s``.
+    """
+
+    reduce: Collective
+    gather: Collective | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.gather is not None and len(self.needed_s) != len(self.ready_s):
             raise ValueError(
-                f"needed_s is for {len(self.needed_s)} parameters, and ready_s for {len(self.ready_s)}; with gather="
-                " pass both for every parameter"
+                f"needed_s is for {number_of(len(self.needed_s), 'parameter')}, and ready_s for {len(self.ready_s)};"
+                " with gather= pass both for every parameter"
             )
 
 

@@ -1,16 +1,16 @@
-"""Packs gradients into buckets."""
+"""Packs gradients into buckets up to capacities."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple, get_args
+from typing import get_args
 
-from ddp_compile.plan.costs import Costs
-from ddp_compile.plan.planner import Capacities, LeastTime, Planner, atoms_of
-from ddp_compile.plan.schedule import loads_of, predict
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
+
+#: Dtype and device, and the index of a sparse gradient, which has a bucket to itself.
+Kind = tuple[str, str, int | None]
 
 
 def plan_buckets(
@@ -38,59 +38,112 @@ def plan_buckets(
     return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)))
 
 
+def check_caps(caps_bytes: Sequence[int]) -> None:
+    if not caps_bytes or any(cap <= 0 for cap in caps_bytes):
+        raise ValueError(
+            f"bucket capacities {list(caps_bytes)} (bytes) must be positive and at least one must be given"
+        )
+
+
 def check_layout(layout: Layout) -> None:
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r} is not known; pass one of {get_args(Layout)}")
 
 
+def kind_of(gradient: GradientSpec) -> Kind:
+    """Gradients of different kinds never share a bucket."""
+    return gradient.dtype, gradient.device, gradient.index if gradient.is_sparse else None
+
+
+def by_kind(gradients: Iterable[GradientSpec]) -> list[list[GradientSpec]]:
+    """The gradients of each kind, in the order given."""
+    found: dict[Kind, list[GradientSpec]] = {}
+    for gradient in gradients:
+        found.setdefault(kind_of(gradient), []).append(gradient)
+    return list(found.values())
+
+
 def pack(
     gradients: Iterable[GradientSpec],
-    planner: Planner | Sequence[int],
+    caps_bytes: Sequence[int],
     layout: Layout,
     frame: int | None,
     region_of: Mapping[int, int] = MappingProxyType({}),
 ) -> list[BucketSpec]:
-    """Buckets of gradients in the order given.
+    """Buckets of gradients in the order given, ordered by their last gradients.
+
+    A bucket closes when it has reached its capacity. Each kind of gradient uses the capacities in turn, separately from
+    the others.
 
     Args:
-        planner: A planner, or the capacities in bytes of `Capacities`.
+        caps_bytes: One capacity for each bucket. The last one holds for all further buckets.
         region_of: The region of each parameter that is in one, by index. Gradients of a region become ready all at
             once, and are consecutive here.
+
+    Source: ``compute_bucket_assignment_by_size`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
+    check_caps(caps_bytes)
     check_layout(layout)
-    chosen = planner if isinstance(planner, Planner) else Capacities(planner)
-    return [
-        BucketSpec(i, tuple(atom.gradient for atom in group.atoms), group.cap_bytes, frame, layout)
-        for i, group in enumerate(chosen.group(atoms_of(gradients, region_of)))
-    ]
+    filling_of: dict[Kind, _Filling] = {}
+    place: dict[int, int] = {}
+    for region, members in itertools.groupby(gradients, lambda gradient: region_of.get(gradient.index)):
+        if region is None:
+            runs = [[gradient] for gradient in members]
+        else:  # in any order: sparse gradients first, since they wait for no bucket
+            runs = sorted(by_kind(members), key=lambda run: not run[0].is_sparse)
+        for run in runs:
+            place |= {gradient.index: len(place) + i for i, gradient in enumerate(run)}
+            filling = filling_of.get(kind := kind_of(run[0]))
+            if filling is None:
+                filling = filling_of[kind] = _Filling(caps_bytes[-1:] if run[0].is_sparse else caps_bytes)
+            filling.add(run) if region is None else filling.add_region(run)
+    closed = [bucket for filling in filling_of.values() for bucket in filling.closed()]
+    closed.sort(key=lambda bucket: place[bucket[0][-1].index])
+    return [BucketSpec(i, tuple(members), cap, frame, layout) for i, (members, cap) in enumerate(closed)]
 
 
-class Replanned(NamedTuple):
-    """A plan that follows another one of the same model."""
+class _Filling:
+    """The buckets of one kind while they are filled."""
 
-    plan: BucketPlan
-    present_s: float  #: predicted step of the plan before, in seconds
-    expected_s: float  #: predicted step of this plan, in seconds
+    def __init__(self, caps_bytes: Sequence[int]) -> None:
+        self._caps_bytes = caps_bytes
+        self._closed: list[tuple[list[GradientSpec], int]] = []
+        self._open: list[GradientSpec] = []
+        self._num_bytes = 0
 
+    def add(self, gradients: Iterable[GradientSpec]) -> None:
+        for gradient in gradients:
+            self._open.append(gradient)
+            self._num_bytes += gradient.num_bytes
+            if self._num_bytes >= self._cap_bytes:
+                self._close()
 
-def replan(plan: BucketPlan, costs: Costs, least_gain: float, largest_bytes: int | None = None) -> Replanned | None:
-    """The plan that ends the step as early as possible by these costs.
+    def add_region(self, gradients: Sequence[GradientSpec]) -> None:
+        """A region that is smaller than the capacity stays whole; otherwise it shares no bucket with others."""
+        num_bytes = sum(gradient.num_bytes for gradient in gradients)
+        if num_bytes >= self._cap_bytes:
+            self._close()  # earlier gradients must not wait for the region
+        fits = num_bytes < self._cap_bytes  # the next capacity may be a larger one
+        if fits:
+            self._open += gradients
+            self._num_bytes += num_bytes
+            if self._num_bytes >= self._cap_bytes:
+                self._close()
+        else:
+            self.add(gradients)
+            self._close()
 
-    Args:
-        plan: The present one.
-        costs: Of the same model.
-        least_gain: The part of the step, for example 0.02, by which the predicted step has to be shorter.
-        largest_bytes: See `LeastTime`.
+    def closed(self) -> list[tuple[list[GradientSpec], int]]:
+        """All buckets, each with the capacity that it was filled to."""
+        self._close()
+        return self._closed
 
-    Returns:
-        The plan's next generation; None if it does not gain as much.
-    """
-    ready_order = sorted((g for bucket in plan.buckets for g in bucket.gradients), key=lambda g: costs.ready_s[g.index])
-    frame_of = {gradient.index: bucket.frame for bucket in plan.buckets for gradient in bucket.gradients}
-    packed = pack(ready_order, LeastTime(costs, largest_bytes), plan.buckets[0].layout, frame=None)
-    buckets = [replace(bucket, frame=frame_of[bucket.gradients[-1].index]) for bucket in packed]
-    following = BucketPlan(renumbered(buckets), plan.generation + 1)
-    present_s, expected_s = (predict(loads_of(each, costs), costs).step_s for each in (plan, following))
-    if expected_s > present_s * (1 - least_gain):
-        return None
-    return Replanned(following, present_s, expected_s)
+    @property
+    def _cap_bytes(self) -> int:
+        """Capacity of the open bucket, or of the next one if none is open."""
+        return self._caps_bytes[min(len(self._closed), len(self._caps_bytes) - 1)]
+
+    def _close(self) -> None:
+        if self._open:
+            self._closed.append((self._open, self._cap_bytes))
+            self._open, self._num_bytes = [], 0

@@ -1,4 +1,4 @@
-"""A saved plan, and whether it is one of this model."""
+"""Loads a saved plan, and checks that it fits the model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _SHOWN = 5
 
 
 class SavedPlan(NamedTuple):
-    """What a file of a plan has come to."""
+    """The plan of ``bucket_plan=``, or why it cannot be used."""
 
     plan: BucketPlan | None
-    objection: str  #: why there is no plan that the model can use; empty without a file
+    error: str  #: why the model cannot use the file; empty if it can, or if there is none
 
     def describe(self) -> str:
-        """A text that differs if the plans do."""
-        return self.objection or ("none" if self.plan is None else self.plan.digest)
+        """A text that ranks compare: equal plans give equal texts."""
+        return self.error or ("none" if self.plan is None else self.plan.digest)
 
 
 def load_for(path: str | os.PathLike[str] | None, gradients: Sequence[GradientSpec]) -> SavedPlan:
-    """The plan of a file, if it is one for these gradients."""
+    """Load the plan of a file, and check that it is for these gradients."""
     if path is None:
         return SavedPlan(None, "")
     try:
@@ -38,17 +38,14 @@ def load_for(path: str | os.PathLike[str] | None, gradients: Sequence[GradientSp
     return SavedPlan(
         None,
         f"bucket_plan={os.fspath(path)!r} is the plan of another model: {difference}. Pass a plan that was saved with"
-        " this model, or drop bucket_plan",
+        " this model, or leave bucket_plan out",
     )
 
 
 def difference_between(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> str | None:
-    """In what the model of a plan differs from another one; None if the plan may be used for it.
+    """How a plan's model differs from the model with these gradients; None if it does not.
 
-    Owners are no difference, since they are chosen after the plan has been loaded. Nor is the number of ranks.
-
-    Args:
-        gradients: Those of the other model.
+    Owners may differ, since they are chosen after the plan has been loaded.
     """
     theirs = {gradient.fqn: gradient for bucket in plan.buckets for gradient in bucket.gradients}
     ours = {gradient.fqn: gradient for gradient in gradients}

@@ -1,4 +1,4 @@
-"""Which gradients are reduced together, and in which order: the plan that both graph cuts and the reducer use.
+"""The bucket plan: which gradients are reduced together, and in which order. Graph cuts and the reducer follow it.
 
 Pure data and arithmetic: nothing here communicates or touches a graph.
 """
@@ -13,17 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from textwrap import shorten
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
 from ddp_compile.errors import number_of
+from ddp_compile.plan.typed_json import from_document
 
 Layout = Literal["padded", "ddp"]
 
-#: Every gradient of a padded bucket starts at a multiple of this many bytes: a whole number of 128-bit loads, and of
-#: cache lines, for every dtype.
+#: Every gradient of a padded bucket starts at a multiple of this many bytes: a whole number of 128-bit loads and of
+#: cache lines for every dtype.
 PADDED_ALIGNMENT_BYTES = 128
 
 _JSON_VERSION = 2
@@ -63,8 +63,8 @@ class BucketSpec:
     Args:
         index: Position in the plan, which is the launch order.
         gradients: The gradients in the bucket.
-        cap_bytes: The capacity it was packed to. A bucket closes when it has reached its capacity, so it can be
-            larger by less than its last gradient. Its own size, if it was not packed to a capacity.
+        cap_bytes: The capacity that it was packed to, or its size if it was packed to none. A bucket closes when it has
+            reached its capacity, so it may exceed the capacity by less than its last gradient.
         frame: Ordinal of the compiled frame that the bucket belongs to; None for the eager tail.
         layout: ``"padded"`` starts each gradient at a multiple of `PADDED_ALIGNMENT_BYTES`, ``"ddp"`` leaves no gaps.
     """
@@ -136,7 +136,7 @@ class BucketPlan:
     def __post_init__(self) -> None:
         counts = Counter(gradient.index for bucket in self.buckets for gradient in bucket.gradients)
         if twice := [index for index, count in counts.items() if count > 1]:
-            raise ValueError(f"a BucketPlan has each parameter once, but this one has parameter {twice[0]} twice")
+            raise ValueError(f"a BucketPlan must have each parameter once, but this one has parameter {twice[0]} twice")
         if (numbers := [bucket.index for bucket in self.buckets]) != list(range(len(self.buckets))):
             raise ValueError(f"buckets of a BucketPlan are numbered 0, 1, 2, ... in launch order, not {numbers}")
 
@@ -152,7 +152,7 @@ class BucketPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hex digits that are equal, in all processes, if and only if the plans are."""
+        """Sixteen hex digits that are equal in all processes if and only if the plans are equal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -177,24 +177,19 @@ class BucketPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: The text has another version of the format, or is malformed. The error says what is wrong or
-                missing.
+            ValueError: The text is malformed, or of another version of the format. The error says what is wrong.
         """
         try:
             document = json.loads(text, object_pairs_hook=_object_of)
+            found = from_document(_PlanJson, document, "plan")
+            buckets = tuple(each.to_spec(i) for i, each in enumerate(found.buckets))
+            _check_numbering([gradient for bucket in buckets for gradient in bucket.gradients])
         except ValueError as error:
-            raise _malformed(f"it cannot be read ({error})") from error
-        if isinstance(document, dict) and document.get("version", _JSON_VERSION) != _JSON_VERSION:
             raise ValueError(
-                f"bucket plan has JSON version {document['version']!r}, but this version of ddp_compile reads"
-                f" {_JSON_VERSION}; install the same version of ddp_compile on every rank"
-            )
-        _check_keys(document, {"version", "generation", "buckets"}, "it")
-        generation = _number(document["generation"], "its generation")
-        fields_of = _list(document["buckets"], "its buckets")
-        buckets = tuple(_bucket_from_json(i, fields) for i, fields in enumerate(fields_of))
-        _check_numbering([gradient for bucket in buckets for gradient in bucket.gradients])
-        return cls(buckets, generation)
+                f"bucket plan is malformed: {error}. Pass the unchanged text that BucketPlan.to_json() returned, with"
+                " the same version of ddp_compile"
+            ) from error
+        return cls(buckets, found.generation)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, for ``ddp_compile(model, bucket_plan=path)``. Call it on one rank.
@@ -214,7 +209,7 @@ class BucketPlan:
             path: The file.
 
         Raises:
-            ValueError: The file cannot be read, or holds no plan.
+            ValueError: The file cannot be read, or is not a plan.
         """
         try:
             return cls.from_json(Path(path).read_text())
@@ -222,7 +217,7 @@ class BucketPlan:
             raise ValueError(f"bucket plan {os.fspath(path)!r} cannot be loaded: {error}") from error
 
     def format_table(self) -> str:
-        """The plan as a table for people, one line a bucket in launch order."""
+        """The plan as a table for people, one line for each bucket in launch order."""
         header = ("bucket", "MiB", "cap MiB", "dtype", "device", "gradients", "from", "to", "frame")
         rows = [
             (
@@ -255,42 +250,37 @@ class BucketPlan:
         return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows), total])
 
 
-_BUCKET_KEYS = {"cap_bytes", "device", "dtype", "frame", "gradients", "layout", "sparse"}
+@dataclass(frozen=True, slots=True)
+class _BucketJson:
+    cap_bytes: int
+    device: str
+    dtype: str
+    frame: int | None
+    gradients: tuple[tuple[int, str, int, int | None], ...]
+    layout: Layout
+    sparse: bool
 
-
-def _bucket_from_json(index: int, fields: Any) -> BucketSpec:
-    where = f"bucket {index}"
-    _check_keys(fields, _BUCKET_KEYS, where)
-    if not isinstance(fields["dtype"], str) or not isinstance(getattr(torch, fields["dtype"], None), torch.dtype):
-        raise _malformed(f"the dtype of {where} is {_shown(fields['dtype'])}, not the name of one of torch's")
-    if not isinstance(fields["device"], str) or not fields["device"]:
-        raise _malformed(f"the device of {where} is {_shown(fields['device'])}, not a label such as 'cuda'")
-    if not isinstance(fields["sparse"], bool):
-        raise _malformed(f"'sparse' of {where} is {_shown(fields['sparse'])}, neither true nor false")
-    if fields["layout"] not in get_args(Layout):
-        raise _malformed(f"the layout of {where} is {_shown(fields['layout'])}, not one of {get_args(Layout)}")
-    described = _list(fields["gradients"], f"the gradients of {where}")
-    if len(described) != 1 and (fields["sparse"] or not described):
-        raise _malformed(
-            f"{where} has {len(described)} gradients; a bucket has one if it is sparse, and at least one otherwise"
+    def to_spec(self, index: int) -> BucketSpec:
+        where = f"plan.buckets[{index}]"
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"{where}.dtype is {self.dtype!r}, not the name of a dtype of torch")
+        if len(self.gradients) != 1 and (self.sparse or not self.gradients):
+            limit = "1 gradient, since it is sparse" if self.sparse else "at least 1 gradient"
+            raise ValueError(f"{where} has {number_of(len(self.gradients), 'gradient')}, but must have {limit}")
+        if self.cap_bytes < 1:
+            raise ValueError(f"{where}.cap_bytes is {self.cap_bytes}, not at least 1")
+        gradients = tuple(
+            GradientSpec(number, fqn, numel, self.dtype, self.device, self.sparse, owner)
+            for number, fqn, numel, owner in self.gradients
         )
-    gradients = tuple(_gradient_from_json(gradient, fields, where) for gradient in described)
-    cap_bytes = _number(fields["cap_bytes"], f"the capacity of {where}", least=1)
-    frame = None if fields["frame"] is None else _number(fields["frame"], f"the frame of {where}")
-    return BucketSpec(index, gradients, cap_bytes, frame, fields["layout"])
+        return BucketSpec(index, gradients, self.cap_bytes, self.frame, self.layout)
 
 
-def _gradient_from_json(described: Any, fields: dict[str, Any], where: str) -> GradientSpec:
-    if not isinstance(described, list) or len(described) != 4 or not isinstance(described[1], str):
-        raise _malformed(
-            f"a gradient of {where} is {_shown(described)}, not [parameter number, name, number of elements, owner]"
-        )
-    index, fqn, numel, owner = described
-    _number(index, f"the number of parameter {fqn!r} in {where}")
-    _number(numel, f"the number of elements of {fqn!r} in {where}")
-    if owner is not None:
-        _number(owner, f"the owner of {fqn!r} in {where}")
-    return GradientSpec(index, fqn, numel, fields["dtype"], fields["device"], fields["sparse"], owner)
+@dataclass(frozen=True, slots=True)
+class _PlanJson:
+    version: Literal[2]  #: `_JSON_VERSION`
+    generation: int
+    buckets: tuple[_BucketJson, ...]
 
 
 def _check_numbering(gradients: Sequence[GradientSpec]) -> None:
@@ -298,50 +288,20 @@ def _check_numbering(gradients: Sequence[GradientSpec]) -> None:
     name_of: dict[int, str] = {}
     for gradient in gradients:
         if gradient.index in name_of:
-            raise _malformed(
-                f"parameter {gradient.index} is in it as {name_of[gradient.index]!r} and again as {gradient.fqn!r}"
-            )
-        if gradient.index >= len(gradients):
-            raise _malformed(
-                f"the number {gradient.index} of parameter {gradient.fqn!r} is out of range, as it holds"
-                f" {len(gradients)} parameters"
-            )
+            names = f"{name_of[gradient.index]!r} and {gradient.fqn!r}"
+            raise ValueError(f"parameter {gradient.index} appears twice, as {names}")
         name_of[gradient.index] = gradient.fqn
+        if gradient.index >= len(gradients):
+            raise ValueError(
+                f"parameter {gradient.fqn!r} has number {gradient.index}, but the plan has"
+                f" {number_of(len(gradients), 'parameter')}"
+            )
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if repeated := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
         raise ValueError(f"{repeated} appear twice in one object")
     return dict(pairs)
-
-
-def _check_keys(fields: Any, expected: set[str], where: str) -> None:
-    if not isinstance(fields, dict):
-        raise _malformed(f"{where} is {_shown(fields)}, not an object with the keys {sorted(expected)}")
-    if missing := sorted(expected - fields.keys()):
-        raise _malformed(f"{where} lacks {missing}")
-    if unknown := sorted(fields.keys() - expected):
-        raise _malformed(f"{where} has {unknown}, which this version of ddp_compile does not know")
-
-
-def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _malformed(f"{what} are {_shown(value)}, not a list")
-    return value
-
-
-def _number(value: Any, what: str, least: int = 0) -> int:
-    if type(value) is not int or value < least:  # True is an int
-        raise _malformed(f"{what} is {_shown(value)}, not a whole number of at least {least}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    return shorten(repr(value), 80)
-
-
-def _malformed(what: str) -> ValueError:
-    return ValueError(f"bucket plan is malformed: {what}. Pass the text that BucketPlan.to_json() returned, unchanged")
 
 
 def renumbered(buckets: Iterable[BucketSpec]) -> tuple[BucketSpec, ...]:

@@ -1,4 +1,4 @@
-"""What the measured steps say that a user may act on. Whatever the measurements do not show is not said."""
+"""Advice from measured steps. It says nothing that the measurements do not show."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from statistics import median
 from typing import Literal, get_args
 
 from ddp_compile.errors import format_ranks, number_of, shorten_names
-from ddp_compile.report.replay import Better, Sent, best_split
-from ddp_compile.report.steps import Kind, StepReport
-from ddp_compile.report.timeline import format_ms
+from ddp_compile.plan.costs import Costs
+from ddp_compile.plan.schedule import Load, predict
+from ddp_compile.report.costs import collective_of
+from ddp_compile.report.steps import LEAST_SHARE, Kind, MeasuredSteps
+from ddp_compile.report.text import format_ms, shorten
 from ddp_compile.report.timing import Times, median_times
 
-#: With fewer steps nothing is said.
+#: Fewer steps give no advice.
 FEWEST_STEPS = 5
-#: Nor about a smaller share of the step.
-_LEAST_SHARE = 0.01
-#: A rank is called late if it is in this share of the steps.
+#: A rank is called late if it is late in this share of the steps.
 _OFTEN = 0.8
-#: Of a bucket that is exposed for this share of its transfer, nothing is hidden.
+#: A bucket that is exposed for this share of its transfer counts as not hidden at all.
 _ALL = 0.9
-#: Sentences of each kind, those with most seconds.
+#: Advice of each kind, the costliest first.
 _MOST = 3
+#: Numbers of buckets that one bucket may be split into.
+_PIECES = (2, 4, 8)
+#: If the predicted exposed time differs from the measured one by a larger share, the prediction is not used.
+_TOLERANCE = 0.15
 _NOUN = {"reduce": "reduction", "gather": "gather"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One sentence, and what it is about.
+    """One piece of advice.
 
     Args:
-        kind: ``"reduce"`` or ``"gather"`` for transfers that are exposed, ``"late"`` for ranks that are.
+        kind: ``"reduce"`` or ``"gather"`` for exposed transfers, ``"late"`` for late ranks.
         bucket: Index of the bucket; None if it is about several, or about ranks.
         ranks: Global ranks that are nearly always late; empty if none is, or if it is about buckets.
-        seconds: What every rank waits, or by how much the ranks are late when they are; a median.
-        text: The sentence, without a period.
+        seconds: How long every rank waits, or by how much the late ranks are late; a median.
+        text: A sentence without its period.
     """
 
     kind: Literal["reduce", "gather", "late"]
@@ -45,12 +49,8 @@ class Advice:
     text: str
 
 
-def advise(report: StepReport) -> tuple[Advice, ...]:
-    """Advice from a report, the costliest first; none from fewer than five steps.
-
-    Args:
-        report: What was measured.
-    """
+def advise(report: MeasuredSteps) -> tuple[Advice, ...]:
+    """Advice from measured steps, the costliest first; none from fewer than five steps."""
     if len(report.steps) < FEWEST_STEPS:
         return ()
     least_s = least_seconds(report)
@@ -61,12 +61,12 @@ def advise(report: StepReport) -> tuple[Advice, ...]:
     )
 
 
-def least_seconds(report: StepReport) -> float:
-    """Below this nothing is said: a hundredth of the median step, or what the clocks may be apart."""
-    return max(_LEAST_SHARE * median(step.duration_s for step in report.steps), report.clock_error_s)
+def least_seconds(report: MeasuredSteps) -> float:
+    """Threshold below which no advice is given: 1 % of the median step, or the error of the clocks."""
+    return max(LEAST_SHARE * median(step.duration_s for step in report.steps), report.clock_error_s)
 
 
-def _exposed(report: StepReport, least_s: float) -> Iterator[Advice]:
+def _exposed(report: MeasuredSteps, least_s: float) -> Iterator[Advice]:
     times = median_times(report.steps)
     for kind in get_args(Kind):
         own = {bucket: each for (its_kind, bucket), each in times.items() if its_kind == kind}
@@ -76,66 +76,76 @@ def _exposed(report: StepReport, least_s: float) -> Iterator[Advice]:
             text = _gathered(bucket, own) if kind == "gather" else _reduced(report, bucket, own, least_s)
             yield Advice(kind=kind, bucket=bucket, ranks=(), seconds=own[bucket].least_exposed_s, text=text)
         if not costly and total_s >= least_s:
-            num = number_of(sum(each.least_exposed_s > 0 for each in own.values()), _NOUN[kind])
-            text = f"{num} are exposed for {format_ms(total_s)} together on every rank in the median"
-            text += f", each for less than {format_ms(least_s)}"
+            num = sum(each.least_exposed_s > 0 for each in own.values())
+            text = f"{number_of(num, _NOUN[kind])} {'is' if num == 1 else 'are'} exposed on every rank, each for less"
+            text += f" than {format_ms(least_s)} and together for {format_ms(total_s)} in the median"
             yield Advice(kind=kind, bucket=None, ranks=(), seconds=total_s, text=text)
 
 
 def _gathered(bucket: int, times: Mapping[int, Times]) -> str:
     waited = format_ms(times[bucket].least_exposed_s)
-    return f"the forward waits {waited} for the gather of bucket {bucket} on every rank in the median"
+    return f"on every rank, the forward waits {waited} for the gather of bucket {bucket} in the median"
 
 
-def _reduced(report: StepReport, bucket: int, times: Mapping[int, Times], least_s: float) -> str:
-    names = shorten_names([shorten(name) for name in report.buckets[bucket].names])
+def _reduced(report: MeasuredSteps, bucket: int, times: Mapping[int, Times], least_s: float) -> str:
+    names = shorten_names([shorten(gradient.fqn) for gradient in report.buckets[bucket].gradients])
     exposed = format_ms(times[bucket].least_exposed_s)
     text = f"bucket {bucket} ({names}) is exposed for {exposed} on every rank in the median"
-    is_last = bucket == list(times)[-1]
-    reason = _reason(times[bucket], is_last=is_last, least_s=least_s)
-    launch = report.explanation and next((each for each in report.explanation.launches if each.bucket == bucket), None)
-    if not reason and not is_last and launch and not launch.is_early:
-        reason = f"it is not launched while the backward computes: {launch.when}"
-    text += f": {reason}" if reason else ""
-    better = _smaller(report, times, bucket)
-    if better is not None and better.hidden_s >= least_s:
+    if reason := _reason(report, bucket, times, least_s):
+        text += f": {reason}"
+    pieces, hidden_s = _best_split(report, times, bucket)
+    if hidden_s >= least_s:
         text += (
-            f"; {number_of(better.pieces, 'bucket')} in its place would hide about {format_ms(better.hidden_s)}, "
-            "if its gradients become ready at an even pace"
+            f"; {pieces} buckets in its place would hide about {format_ms(hidden_s)}, if its gradients become ready at"
+            " an even pace"
         )
     return text
 
 
-def _reason(own: Times, *, is_last: bool, least_s: float) -> str:
-    """What the times show; empty if they show nothing that must be the reason."""
+def _reason(report: MeasuredSteps, bucket: int, times: Mapping[int, Times], least_s: float) -> str:
+    """Why a bucket is exposed; empty if the times do not show it."""
+    own, is_last = times[bucket], bucket == list(times)[-1]
     queued_s = own.began - own.launched
     if queued_s >= least_s:
         return f"the transfers before it end {format_ms(queued_s)} after its launch"
     if is_last and own.transfer_s is not None and own.least_exposed_s >= _ALL * own.transfer_s:
         return "it is launched last and nothing is left to hide it"
-    return ""
+    launches = report.explanation.launches if report.explanation else ()
+    launch = next((each for each in launches if each.bucket == bucket), None)
+    if is_last or launch is None or launch.is_early:
+        return ""
+    return f"it is not launched while the backward computes: {launch.when}"
 
 
-def _smaller(report: StepReport, reduces: Mapping[int, Times], bucket: int) -> Better | None:
-    """What a split of a bucket would hide; None if the measurements do not tell."""
-    began = [rank.backward_began for step in report.steps for rank in step.ranks]
-    known = [each for each in began if each is not None]
-    # Where it is not known, pieces of the first bucket are ready with the whole, and nothing is gained.
-    begun = median(known) if len(known) == len(began) else next(iter(reduces.values())).ready
-    sent, end = [], 0.0
-    for index, own in reduces.items():
-        if own.transfer_s is None:
-            return None
-        end = max(end, own.began + own.transfer_s)
-        sent.append(Sent(report.buckets[index].num_bytes, begun, own.ready, own.transfer_s))
-        begun = max(begun, own.ready)
-    exposed_s = sum(own.least_exposed_s for own in reduces.values())
-    most = len(report.buckets[bucket].names)
-    return best_split(sent, list(reduces).index(bucket), most, end - exposed_s, exposed_s)
+def _best_split(report: MeasuredSteps, times: Mapping[int, Times], bucket: int) -> tuple[int, float]:
+    """Into how many equal buckets to split one, and the time that this is predicted to hide; 0 if that is unknown.
+
+    The prediction is `predict`, with a transfer fitted to the measured ones. It is used only if it reproduces the
+    exposed time that was measured.
+    """
+    try:
+        costs = Costs(reduce=collective_of(report), ready_s=())
+    except ValueError:
+        return 1, 0.0
+    loads = [Load(report.buckets[index].num_bytes, own.ready) for index, own in times.items()]
+    as_measured_s, exposed_s = predict(loads, costs).exposed_s, sum(own.least_exposed_s for own in times.values())
+    if abs(as_measured_s - exposed_s) > _TOLERANCE * exposed_s:
+        return 1, 0.0
+    i = list(times).index(bucket)
+    began = [rank.backward_began for step in report.steps for rank in step.ranks if rank.backward_began is not None]
+    # Its first gradient is ready after the bucket before it. If the backward's begin is not known, nothing is gained.
+    begun = loads[i - 1].ready_s if i else median(began or [loads[i].ready_s])
+    found = [(1, 0.0)]
+    for pieces in _PIECES:
+        if pieces <= len(report.buckets[bucket].gradients):
+            apart = (loads[i].ready_s - begun) / pieces
+            parts = [Load(loads[i].num_bytes // pieces, begun + apart * (n + 1)) for n in range(pieces)]
+            found.append((pieces, as_measured_s - predict([*loads[:i], *parts, *loads[i + 1 :]], costs).exposed_s))
+    return max(found, key=lambda split: split[1])
 
 
-def _late(report: StepReport, least_s: float) -> Iterator[Advice]:
-    """Ranks that are nearly always late. If that seems to be so of most ranks, they only vary."""
+def _late(report: MeasuredSteps, least_s: float) -> Iterator[Advice]:
+    """Ranks that are nearly always late. If most ranks seem to be, it only varies which rank is late."""
     by_rank: dict[int, list[float]] = {}
     for step in report.steps:
         late = {rank.rank: step.lateness_s(rank.rank) for rank in step.ranks}
@@ -147,22 +157,15 @@ def _late(report: StepReport, least_s: float) -> Iterator[Advice]:
     if not 0 < len(often) <= len(report.steps[0].ranks) / 2:
         latest_s = median(max(step.lateness_s(rank.rank) for rank in step.ranks) for step in report.steps)
         if latest_s >= least_s:
-            text = f"the last rank arrives {format_ms(latest_s)} late in the median, and it is not always the same one"
+            text = f"the last rank arrives {format_ms(latest_s)} late in the median, and it is not always the same rank"
             yield Advice(kind="late", bucket=None, ranks=(), seconds=latest_s, text=text)
         return
     ranks = tuple(sorted(often))
     share = min(map(len, often.values())) / len(report.steps)
     late_s = min(map(median, often.values()))
-    one = len(ranks) == 1
-    text = (
-        f"rank{'' if one else 's'} {format_ranks(ranks)} arrive{'s' if one else ''} late in "
-        f"{'' if one else 'at least '}{100 * share:.0f} % of steps, by {format_ms(late_s)} in the median"
-        f"{'' if one else ' or more'}"
-    )
+    percent, late_by = f"{100 * share:.0f} %", format_ms(late_s)
+    if len(ranks) == 1:
+        text = f"rank {ranks[0]} arrives late in {percent} of steps, by {late_by} in the median"
+    else:
+        text = f"ranks {format_ranks(ranks)} arrive late in at least {percent} of steps, by at least {late_by}"
     yield Advice(kind="late", bucket=None, ranks=ranks, seconds=late_s, text=text)
-
-
-def shorten(name: str, most: int = 48) -> str:
-    """A name in at most so many characters: its two ends."""
-    half = (most - 1) // 2
-    return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"

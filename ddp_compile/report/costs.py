@@ -1,15 +1,15 @@
 """The costs of a step, from measured steps.
 
 Note [What is measured, and what is not]
-A transfer's time begins with the last rank's launch and with the end of the transfer before it, so a rank that was slow
-while measuring makes no transfer look slow (Note [Late ranks] of `ddp_compile.report.steps`). Times of the computation
-are medians over ranks and steps, so one slow rank, or a slow step, does not move them.
+A transfer's time begins with the last rank's launch, or with the end of the transfer before it, so a rank that was slow
+while measuring makes no transfer look slow (Note [Late ranks]). Times of the computation are medians over ranks and
+steps, so one slow rank, or one slow step, does not move them.
 
 A report knows when a whole bucket was ready. Its gradients are taken to have come evenly by bytes since the bucket
-before it. With a sharded optimizer it also knows when the forward began to wait for a bucket's parameters. It is taken
-to read them in the opposite order of their gradients, evenly by bytes until it waits for the next bucket. Without
-gathers, the forward is taken to mirror the backward. The optimizer's time is in a report only if it is sharded and has
-several buckets: from the launch of one bucket's gather to the next.
+before it. With a sharded optimizer, a report also knows when the forward began to wait for a bucket's parameters. The
+forward is taken to read them in the opposite order of their gradients, evenly by bytes until it waits for the next
+bucket. Without gathers, the forward is taken to mirror the backward. A report contains the optimizer's time only if the
+optimizer is sharded and has several buckets: from the launch of one bucket's gather to the next.
 """
 
 from __future__ import annotations
@@ -18,146 +18,109 @@ import itertools
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from ddp_compile.errors import shorten_names
+from ddp_compile.errors import number_of
 from ddp_compile.plan.costs import Collective, Computation, fit_collective
-from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
-from ddp_compile.report.over_ranks import covered, waits_of
-from ddp_compile.report.steps import BucketInfo, Kind, RankStep, StepReport
+from ddp_compile.plan.spec import BucketSpec
+from ddp_compile.report.steps import Kind, MeasuredSteps, RankStep, union_length, waits_of
 
 
-def computation_of(report: StepReport, names: Sequence[str], sizes: Sequence[int]) -> Computation:
-    """The computation of the steps of a report.
-
-    Args:
-        report: Of the same model.
-        names: Fully qualified names of the model's parameters, by index.
-        sizes: Bytes of their gradients.
+def computation_of(report: MeasuredSteps) -> Computation:
+    """The computation of measured steps.
 
     Raises:
-        ValueError: The report is of another model, or it has no step with gradients.
+        ValueError: No step has gradients of every bucket.
     """
-    measured = {name for bucket in report.buckets for name in bucket.names}
-    if measured != set(names):
-        only_there, only_here = sorted(measured - set(names)), sorted(set(names) - measured)
-        raise ValueError(
-            f"the profile is of {report.model} with {len(measured)} parameters, and this model has {len(names)};"
-            f" only in the profile: {', '.join(only_there[:3]) or 'none'};"
-            f" only in the model: {', '.join(only_here[:3]) or 'none'}. Measure this model"
-        )
+    buckets = report.buckets
     ranks = [rank for step in report.steps for rank in step.ranks if rank.backward_began is not None]
-    ready_of = {bucket.index: _times(_ready_s(rank, bucket.index) for rank in ranks) for bucket in report.buckets}
+    ready_of = {bucket.index: _times(_ready_s(rank, bucket.index) for rank in ranks) for bucket in buckets}
     if not ranks or not all(ready_of.values()):
         raise ValueError(
-            f"the profile has {len(report.steps)} steps, and not every bucket is reduced in one;"
-            " measure some whole steps"
+            f"the profile has {number_of(len(report.steps), 'step')}, and none in which every bucket is reduced;"
+            " measure some whole steps, on 2 ranks or more"
         )
-    size_of = dict(zip(names, sizes, strict=True))
-    _refuse_other_sizes(report, size_of)
-    ready_of_name: dict[str, float] = {}
+    ready_of_parameter: dict[int, float] = {}
     before_s = 0.0
-    for bucket in sorted(report.buckets, key=lambda bucket: median(ready_of[bucket.index])):
+    for bucket in sorted(buckets, key=lambda bucket: median(ready_of[bucket.index])):
         ready_s = max(before_s, median(ready_of[bucket.index]))
-        ready_of_name |= _spread(bucket, size_of, before_s, ready_s)
+        ready_of_parameter |= _spread(bucket, before_s, ready_s)
         before_s = ready_s
     forward_s = max(0.0, median(_forward_s(rank) for rank in ranks))
-    needed_of_name = _measured_needs(report.buckets, ranks, size_of, forward_s) or {
-        name: forward_s * (1 - ready_s / before_s) if before_s else 0.0 for name, ready_s in ready_of_name.items()
+    needed_of_parameter = _measured_needs(buckets, ranks, forward_s) or {
+        index: forward_s * (1 - ready_s / before_s) if before_s else 0.0
+        for index, ready_s in ready_of_parameter.items()
     }
     launches = [t.launch_returned - t.launched for rank in ranks for t in rank.transfers]
     steps_s = [time for rank in ranks for time in _step_s_per_byte(rank)]
     return Computation(
-        ready_s=[ready_of_name[name] for name in names],
-        needed_s=[needed_of_name[name] for name in names],
+        ready_s=[ready_s for _, ready_s in sorted(ready_of_parameter.items())],
+        needed_s=[needed_s for _, needed_s in sorted(needed_of_parameter.items())],
         forward_s=forward_s,
         launch_s=max(0.0, median(launches)),
         step_s_per_byte=max(0.0, median(steps_s)) * len(report.steps[0].ranks) if steps_s else 0.0,
     )
 
 
-def collective_of(report: StepReport, world_size: int, kind: Kind = "reduce") -> Collective:
-    """The alpha-beta model of a report's transfers: a line through the median time of each bucket.
+def collective_of(report: MeasuredSteps, kind: Kind = "reduce") -> Collective:
+    """The alpha-beta model of a report's transfers: a line through the median time of each size.
 
     Args:
         report: Of steps with buckets of several sizes.
-        world_size: The number of ranks that the transfers shall be of.
         kind: Which transfers.
 
     Raises:
-        ValueError: The report is of another number of ranks, or its transfers determine no line.
+        ValueError: The transfers determine no line.
     """
-    if wrong := sorted({len(step.ranks) for step in report.steps} - {world_size}):
-        raise ValueError(
-            f"the profile is of {wrong[0]} ranks, and the plan is for {world_size}; pass --bandwidth and --latency,"
-            f" or a profile of {world_size} ranks"
-        )
     times: dict[int, list[float]] = {}
     for step in report.steps:
-        for index in {t.bucket for rank in step.ranks for t in rank.transfers if t.kind == kind}:
+        for index in {each.bucket for each in step.transfers if each.kind == kind}:
             if (time_s := step.transfer_s(index, kind)) is not None:
                 times.setdefault(report.buckets[index].num_bytes, []).append(time_s)
     if len(times) < 2:
         raise ValueError(
-            f"the profile has {kind} transfers of {len(times)} sizes, and a latency and a rate need at least 2; measure"
-            " with a smaller bucket_cap_mb"
+            f"the profile has {kind} transfers of {number_of(len(times), 'size')} whose end is known, and a latency and"
+            " a rate need at least 2; measure with a smaller bucket_cap_mb"
         )
     return fit_collective({size: median(each) for size, each in times.items()}, "measure more steps")
 
 
-def all_reduce_of(report: StepReport, world_size: int) -> Collective:
+def all_reduce_of(report: MeasuredSteps) -> Collective:
     """The alpha-beta model of an all-reduce; of both transfers together if the optimizer is sharded.
-
-    Args:
-        report: See `collective_of`.
-        world_size: See `collective_of`.
 
     Raises:
         ValueError: As `collective_of`.
     """
-    reduce = collective_of(report, world_size)
-    if not any(t.kind == "gather" for step in report.steps for rank in step.ranks for t in rank.transfers):
+    reduce = collective_of(report)
+    if not any(each.kind == "gather" for step in report.steps for each in step.transfers):
         return reduce
-    gather = collective_of(report, world_size, "gather")
+    gather = collective_of(report, "gather")
     return Collective(latency_s=reduce.latency_s + gather.latency_s, s_per_byte=reduce.s_per_byte + gather.s_per_byte)
 
 
-def _refuse_other_sizes(report: StepReport, size_of: dict[str, int]) -> None:
-    """Raise a ValueError if a bucket cannot hold just its gradients, so that their shapes or dtypes are others."""
-    for bucket in report.buckets:
-        least = sum(size_of[name] for name in bucket.names)
-        # Gaps between gradients; a sharded optimizer fills up the last rank's part of the bucket too.
-        most = least + (len(bucket.names) + len(report.steps[0].ranks)) * PADDED_ALIGNMENT_BYTES
-        if not least <= bucket.num_bytes <= most:
-            raise ValueError(
-                f"the profile's bucket {bucket.index} has {bucket.num_bytes} bytes, and this model's gradients of"
-                f" {shorten_names(bucket.names)} have {least}: shapes or dtypes differ. Measure this model"
-            )
-
-
 def _forward_s(rank: RankStep) -> float:
-    """Its forward, without what it has waited for gathers."""
+    """Its forward, without waits for gathers."""
     assert rank.backward_began is not None
-    waits = covered(
+    waits_s = union_length(
         (max(begin, rank.began), min(end, rank.backward_began))
         for begin, end in waits_of(transfer for transfer in rank.transfers if transfer.kind == "gather")
     )
-    return rank.backward_began - rank.began - waits
+    return rank.backward_began - rank.began - waits_s
 
 
 def _measured_needs(
-    buckets: Sequence[BucketInfo], ranks: Sequence[RankStep], size_of: dict[str, int], forward_s: float
-) -> dict[str, float] | None:
+    buckets: Sequence[BucketSpec], ranks: Sequence[RankStep], forward_s: float
+) -> dict[int, float] | None:
     """When the forward reads each parameter, since it began; None if it did not wait for all buckets."""
     read_of = {bucket.index: _times(_read_s(rank, bucket.index) for rank in ranks) for bucket in buckets}
     if not all(read_of.values()):
         return None
-    needed_of_name: dict[str, float] = {}
+    needed_of_parameter: dict[int, float] = {}
     after_s = forward_s
     for bucket in sorted(buckets, key=lambda bucket: median(read_of[bucket.index]), reverse=True):
         read_s = min(after_s, median(read_of[bucket.index]))
-        passed_of_name = _spread(bucket, size_of, 0.0, after_s - read_s)
-        needed_of_name |= {name: max(read_s, after_s - passed_s) for name, passed_s in passed_of_name.items()}
+        passed = _spread(bucket, 0.0, after_s - read_s)
+        needed_of_parameter |= {index: max(read_s, after_s - passed_s) for index, passed_s in passed.items()}
         after_s = read_s
-    return needed_of_name
+    return needed_of_parameter
 
 
 def _read_s(rank: RankStep, bucket: int) -> float | None:
@@ -167,7 +130,7 @@ def _read_s(rank: RankStep, bucket: int) -> float | None:
     if not waits_from:
         return None
     read = waits_from[0]
-    waits_s = covered((max(begin, rank.began), min(end, read)) for begin, end in waits_of(gathers))
+    waits_s = union_length((max(begin, rank.began), min(end, read)) for begin, end in waits_of(gathers))
     return max(0.0, read - rank.began - waits_s)
 
 
@@ -179,7 +142,7 @@ def _ready_s(rank: RankStep, bucket: int) -> float | None:
 
 
 def _step_s_per_byte(rank: RankStep) -> Iterable[float]:
-    """Seconds in which this rank steps its part, for each byte of a bucket; not of the bucket that is stepped first."""
+    """How long this rank steps its part for each byte of a bucket, except for the bucket that is stepped first."""
     gathers = [transfer for transfer in rank.transfers if transfer.kind == "gather" and transfer.num_bytes]
     for before, after in itertools.pairwise(gathers):
         yield (after.launched - before.launch_returned) / after.num_bytes
@@ -189,11 +152,11 @@ def _times(times: Iterable[float | None]) -> list[float]:
     return [time for time in times if time is not None]
 
 
-def _spread(bucket: BucketInfo, size_of: dict[str, int], begin_s: float, end_s: float) -> dict[str, float]:
-    """Times for the gradients of a bucket, evenly by bytes."""
-    total, so_far, times = sum(size_of[name] for name in bucket.names), 0, {}
-    for name in bucket.names:
-        so_far += size_of[name]
-        # Not after the end by rounding, which would make needed_s negative.
-        times[name] = min(end_s, begin_s + (end_s - begin_s) * (so_far / total if total else 1.0))
+def _spread(bucket: BucketSpec, begin_s: float, end_s: float) -> dict[int, float]:
+    """Times for the gradients of a bucket, by parameter index, evenly by bytes."""
+    total, so_far, times = sum(gradient.num_bytes for gradient in bucket.gradients), 0, {}
+    for gradient in bucket.gradients:
+        so_far += gradient.num_bytes
+        # Rounding must not move it past the end, which would make needed_s negative.
+        times[gradient.index] = min(end_s, begin_s + (end_s - begin_s) * (so_far / total if total else 1.0))
     return times

@@ -1,17 +1,17 @@
 """What ``model.explain()`` returns: the plan, how graphs were cut, what is launched early, and what runs eagerly.
 
-Data of plain Python types. ``str`` of it is a text, `Explanation.to_json` is for programs.
+All of it is plain data. ``str`` makes a text of it, `Explanation.to_json` is for programs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from ddp_compile.errors import format_ranks, number_of, shorten_names
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.report.typed_json import from_document
+from ddp_compile.plan.typed_json import from_document
 
 _JSON_VERSION = 1
 
@@ -21,9 +21,9 @@ class SourceLine:
     """A line of the user's code.
 
     Args:
-        file: Its path.
-        line: Its number; the first one is 1.
-        code: Its text without indentation; empty if the file cannot be read.
+        file: Path of the file.
+        line: Number of the line, from 1 on.
+        code: Text of the line without indentation; empty if the file cannot be read.
     """
 
     file: str
@@ -36,13 +36,13 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Something that was not done with a graph as planned.
+    """A cut or a launch that was planned for a graph but not made.
 
     Args:
-        node: Name of the node of the graph that it concerns.
-        reason: Why not, and what happens instead. A bucket has the number here that it had then.
-        bucket: Number in the plan of the bucket that it concerns.
-        source: The user's line that the node comes from; if it is the output, the line that the bucket's last gradient
+        node: Name of the graph's node at which it was planned.
+        reason: Why it was not made, and what happens instead. The reason numbers buckets as the plan did at that time.
+        bucket: Index in the plan of the bucket that it concerns.
+        source: The user's line that the node comes from; for the output node, the line that the bucket's last gradient
             comes from. None if there is none.
     """
 
@@ -54,11 +54,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A part of a graph that is compiled by itself; all of it if the graph is not cut.
+    """A part of a graph that is compiled by itself; the whole graph if it is not cut.
 
     Args:
-        buckets: Numbers in the plan of the buckets whose parameters it reads.
-        first_node: Name of the node that it begins with, before which the graph is cut; None in the first one.
+        buckets: Indices in the plan of the buckets whose parameters it reads.
+        first_node: Name of its first node, before which the graph is cut; None in the first partition.
         source: The user's line that this node comes from, if it is known.
     """
 
@@ -69,14 +69,14 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class GraphExplanation:
-    """What was done with one graph.
+    """How one graph was cut.
 
     Args:
-        number: Among the graphs that Dynamo made of the module, recompiled ones included.
+        number: Its number among the graphs that Dynamo made of the module, including recompiled ones.
         num_buckets: How many buckets get gradients from it.
         partitions: In the order of the forward.
-        launches_in_backward: Whether it is left whole, and buckets are launched inside its backward.
-        not_cut: Of a graph left whole, why it was not cut for every bucket.
+        launches_in_backward: Whether the graph is left whole, and buckets are launched inside its backward.
+        not_cut: Why a graph that is left whole was not cut for every bucket.
         refusals: Cuts that were not made as planned; with ``launches_in_backward``, buckets that are not launched
             inside the backward. Empty for compiled code from a cache.
     """
@@ -89,7 +89,7 @@ class GraphExplanation:
     refusals: tuple[Refusal, ...]
 
     def lines(self) -> Iterator[str]:
-        """The text of it."""
+        """The lines of its text."""
         how = "launched inside its backward" if self.launches_in_backward else None
         buckets = number_of(self.num_buckets, "bucket")
         yield f"graph {self.number}: {buckets}, {how or number_of(len(self.partitions), 'partition')}"
@@ -106,8 +106,8 @@ class BucketLaunch:
     """When a bucket is launched.
 
     Args:
-        bucket: Its number in the plan.
-        is_early: Whether that is while the rest of the backward computes.
+        bucket: Index of the bucket in the plan.
+        is_early: Whether it is launched while the rest of the backward computes.
         when: Where in the backward, or why not earlier.
     """
 
@@ -123,8 +123,8 @@ class Region:
     Args:
         cls: Name of the class.
         names: Names of the submodules.
-        num_training_graphs: How many graphs were made for training.
-        num_evaluation_graphs: How many were made for evaluation.
+        num_training_graphs: Number of graphs made for training.
+        num_evaluation_graphs: Number of graphs made for evaluation.
     """
 
     cls: str
@@ -145,8 +145,8 @@ class Break:
     """A graph break.
 
     Args:
-        what: Which one it is.
-        reason: Dynamo's, in one line.
+        what: Which break it is, for example "the first graph break".
+        reason: Dynamo's reason, in one line.
         source: The user's line.
     """
 
@@ -160,11 +160,11 @@ class Break:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A graph, or one direction of it, that runs eagerly because it could not be compiled.
+    """A graph, or its forward or backward alone, that runs eagerly because it could not be compiled.
 
     Args:
-        graph: Its name, with its parameters.
-        error: The compiler's, in one line.
+        graph: Name of the graph, with its parameters.
+        error: The compiler's error, in one line.
     """
 
     graph: str
@@ -180,13 +180,13 @@ class Explanation:
         world_size: Number of ranks.
         algorithm: Name of the algorithm.
         settings: Arguments of ``ddp_compile`` that differ from their defaults, as in a call.
-        plan: The bucket plan, with the owners of a sharded optimizer; ``plan.digest`` identifies it.
+        plan: The bucket plan; ``plan.digest`` identifies it. With a sharded optimizer, gradients have owners.
         launches: One for each bucket, in plan order.
         graphs: The training graphs.
-        regions: For each class that is compiled by itself.
-        in_no_graph: Numbers of the buckets that no graph uses, if something is compiled.
+        regions: One for each class that is compiled by itself.
+        in_no_graph: Indices of the buckets that no graph uses, if anything is compiled.
         breaks: The graph breaks that made Dynamo leave code to Python.
-        sharding: What a sharded optimizer does, a line each.
+        sharding: Lines about a sharded optimizer.
         failures: What could not be compiled.
     """
 
@@ -215,11 +215,11 @@ class Explanation:
             yield from graph.lines()
         yield from map(str, self.regions)
         if self.in_no_graph:
-            are, them, they = ("is", "it", "it is") if len(self.in_no_graph) == 1 else ("are", "them", "they are")
             yield (
-                f"{number_of(len(self.in_no_graph), 'bucket')} of {len(self.plan.buckets)} {are} in no graph, since"
-                f' Dynamo does not compile the code that uses {them} (TORCH_LOGS="graph_breaks" says why); {they}'
-                " launched by hooks, as the gradients come"
+                f"{number_of(len(self.in_no_graph), 'bucket')} of {len(self.plan.buckets)}"
+                f" {'is' if len(self.in_no_graph) == 1 else 'are'} in no graph, since Dynamo does not compile the code"
+                ' that uses the parameters (TORCH_LOGS="graph_breaks" says why); hooks launch each bucket when its'
+                " gradients are there"
             )
         yield from map(str, self.breaks)
         yield from self.sharding
@@ -231,22 +231,20 @@ class Explanation:
         for launch in sorted(self.launches, key=lambda launch: not launch.is_early):
             buckets_of.setdefault((launch.is_early, launch.when), []).append(launch.bucket)
         for (is_early, when), buckets in buckets_of.items():
-            plural = "s" if len(buckets) > 1 else ""
-            yield f"bucket{plural} {format_ranks(buckets)} {'' if is_early else 'not '}launched early: {when}"
+            yield f"{_buckets(buckets)} {'' if is_early else 'not '}launched early: {when}"
 
     def to_json(self) -> str:
         """The explanation as JSON text; paths of source files are absolute."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name != "plan"}
-        document = {name: _plain(value) for name, value in fields.items()}
+        document = asdict(replace(self, plan=BucketPlan(())))
         plan = json.loads(self.plan.to_json())
-        return json.dumps({"version": _JSON_VERSION, "digest": self.plan.digest, "plan": plan, **document})
+        return json.dumps({"version": _JSON_VERSION, "digest": self.plan.digest, **document, "plan": plan})
 
     @classmethod
     def from_json(cls, text: str) -> Explanation:
         """The explanation that `to_json` wrote.
 
         Raises:
-            ValueError: The text has another version of the format, or is malformed. The error says what is wrong.
+            ValueError: The text is malformed, or of another version of the format. The error says what is wrong.
         """
         try:
             document = json.loads(text)
@@ -260,14 +258,11 @@ class Explanation:
             )
         document.pop("digest", None)
         plan = BucketPlan.from_json(json.dumps(document.pop("plan", None)))
-        return from_document(cls, document, "the explanation", {"plan": plan})
+        return from_document(cls, document, "explanation", {"plan": plan})
 
 
-def _plain(value: object) -> object:
-    """Dataclasses as dictionaries."""
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value  # type: ignore[call-overload]
+def _buckets(indices: Sequence[int]) -> str:
+    return f"bucket{'' if len(indices) == 1 else 's'} {format_ranks(indices)}"
 
 
 def _with_source(line: str, source: SourceLine | None) -> Iterator[str]:

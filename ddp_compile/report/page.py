@@ -1,18 +1,17 @@
-"""One HTML page for a report: it loads nothing, so it can be mailed and read offline."""
+"""A report as one HTML page. It loads nothing, so it can be mailed and read offline."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from pathlib import Path
 
 from ddp_compile.errors import number_of, shorten_names
-from ddp_compile.report.advice import FEWEST_STEPS, advise, least_seconds, shorten
-from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, LATE, LAUNCH, NUM_COLORS, bucket_color
-from ddp_compile.report.explanation_html import format_fragment
+from ddp_compile.report.advice import FEWEST_STEPS, advise, least_seconds
 from ddp_compile.report.spans import spans_of
-from ddp_compile.report.steps import Step, StepReport
-from ddp_compile.report.text import format_step, format_unknown
-from ddp_compile.report.timeline import format_ms, render_timeline
+from ddp_compile.report.steps import MeasuredSteps, Step
+from ddp_compile.report.text import format_ms, shorten
+from ddp_compile.report.timeline import BACKWARD, BUCKETS, EXPOSED, FORWARD, LATE, LAUNCH, render_timeline
 from ddp_compile.report.timing import median_step, median_times
 
 _STYLE = f"""
@@ -54,9 +53,9 @@ svg .queue{{stroke:var(--soft);stroke-width:1.4;stroke-dasharray:2 2}}
 .backward,.computation{{fill:var(--backward);background:var(--backward)}}
 .wait{{fill:var(--exposed);background:var(--exposed)}}
 svg rect{{height:16px}}
-section.explanation{{--ground:var(--page);padding:0}}
+pre{{overflow-x:auto;font-size:13px}}
 """
-_STYLE += "".join(f".b{i}{{--own:{bucket_color(i)};fill:var(--own);background:var(--own)}}" for i in range(NUM_COLORS))
+_STYLE += "".join(f".b{i}{{--own:{color};fill:var(--own);background:var(--own)}}" for i, color in enumerate(BUCKETS))
 _STYLE += ".gather{--pale:color-mix(in srgb,var(--own) 55%,var(--page));fill:var(--pale);background:var(--pale)}"
 
 #: What is in the picture, how it looks, and what that means.
@@ -73,18 +72,18 @@ _LEGEND = (
 )
 
 
-def render_page(report: StepReport) -> str:
-    """The page as text. Names that a user chose are escaped.
+def write(report: MeasuredSteps, path: Path) -> None:
+    path.write_text(render_page(report), encoding="utf-8")
 
-    Args:
-        report: What was measured.
-    """
+
+def render_page(report: MeasuredSteps) -> str:
+    """The page as text. Names that a user chose are escaped."""
     title = f"{escape(shorten(report.model))}: {number_of(len(report.steps), 'step')} measured"
     step = median_step(report.steps)
     body = [
         f"<h1>{title}</h1>",
         f'<p class="soft">{escape(_setting(report))}</p>',
-        f'<p class="summary">Step {step.number}: {escape(format_step(step))}</p>',
+        f'<p class="summary">Step {step.number}: {escape(str(step))}</p>',
         "<h2>What to look at</h2>",
         *_advice(report),
         *_timeline(report, step),
@@ -92,7 +91,7 @@ def render_page(report: StepReport) -> str:
         *_table(report),
     ]
     if report.explanation is not None:
-        body.append(format_fragment(report.explanation))
+        body += ["<h2>Plan and graphs</h2>", f"<pre>{escape(str(report.explanation))}</pre>"]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -100,15 +99,15 @@ def render_page(report: StepReport) -> str:
     )
 
 
-def _setting(report: StepReport) -> str:
+def _setting(report: MeasuredSteps) -> str:
     ranks = number_of(len(report.steps[0].ranks), "rank")
     return (
         f"{ranks} on {report.device}, algorithm {report.algorithm}, {number_of(len(report.buckets), 'bucket')}, "
-        f"plan {report.plan_digest}; clocks agree within {format_ms(report.clock_error_s)}"
+        f"plan {report.plan.digest}; the clocks differ by at most {format_ms(report.clock_error_s)}"
     )
 
 
-def _advice(report: StepReport) -> Iterator[str]:
+def _advice(report: MeasuredSteps) -> Iterator[str]:
     found = advise(report)
     if found:
         yield (
@@ -120,10 +119,10 @@ def _advice(report: StepReport) -> Iterator[str]:
         yield f"<p>Fewer than {FEWEST_STEPS} steps were measured, which is too few for advice.</p>"
     else:
         least = format_ms(least_seconds(report))
-        yield f"<p>In the median, no bucket is exposed on every rank for {least}, and no rank is late by as much.</p>"
+        yield f"<p>In the median, no bucket is exposed on every rank for {least}, and no rank is that late.</p>"
 
 
-def _timeline(report: StepReport, step: Step) -> Iterator[str]:
+def _timeline(report: MeasuredSteps, step: Step) -> Iterator[str]:
     yield f"<h2>Timeline of step {step.number}, the one of median length</h2>"
     spans = [span for own in spans_of(step).values() for span in own]
     shown: set[str] = {span.name if span.lane == "computation" else span.lane for span in spans}
@@ -132,12 +131,12 @@ def _timeline(report: StepReport, step: Step) -> Iterator[str]:
     words = "".join(f"<span><i {look}></i>{text}</span>" for name, look, text in _LEGEND if name in shown)
     yield f'<div class="legend">{words}</div>'
     yield f'<div class="scroll">{render_timeline(step, least_seconds(report))}</div>'
-    for sentence in format_unknown([step]):
-        yield f'<p class="soft">{sentence} Such transfers are not drawn.</p>'
+    if report.unknown_ends:
+        yield f'<p class="soft">{report.unknown_ends} Transfers with an unknown end are not drawn.</p>'
     if step.drained_s >= least_seconds(report):
         yield (
-            f'<p class="soft">A rank also waited up to {format_ms(step.drained_s)} for the algorithm as a whole, which '
-            "is no transfer of one bucket; the picture shows it as computation.</p>"
+            f'<p class="soft">A rank also waited up to {format_ms(step.drained_s)} for the algorithm as a whole rather '
+            "than for one bucket; the timeline shows that as computation.</p>"
         )
 
 
@@ -145,7 +144,7 @@ def _cell(seconds: float | None) -> str:
     return f"<td>{'unknown' if seconds is None else f'{1e3 * seconds:.1f}'}</td>"
 
 
-def _table(report: StepReport) -> Iterator[str]:
+def _table(report: MeasuredSteps) -> Iterator[str]:
     times = median_times(report.steps)
     least_s = least_seconds(report)
     with_gathers = any(kind == "gather" for kind, _ in times)
@@ -154,21 +153,21 @@ def _table(report: StepReport) -> Iterator[str]:
         '<div class="scroll"><table><thead><tr><th>bucket</th><th class="names">parameters</th>'
         f"{kind_head}<th>MiB</th><th>ready</th><th>launched</th><th>transfer</th><th>exposed</th></tr></thead><tbody>"
     )
-    for info in report.buckets:
-        names = escape(shorten_names([shorten(name) for name in info.names]))
+    for bucket in report.buckets:
+        names = escape(shorten_names([shorten(gradient.fqn) for gradient in bucket.gradients]))
         for (kind, index), own in times.items():
-            if index == info.index:
+            if index == bucket.index:
                 what = f"<td>{'gradients' if kind == 'reduce' else 'parameters'}</td>" if with_gathers else ""
                 high = ' class="high"' if own.exposed_s >= least_s else ""
                 figures = (own.ready, own.launched, own.transfer_s)
                 yield (
-                    f'<tr><td><i class="b{index % NUM_COLORS}"></i>{index}</td>'
-                    f'<td class="names">{names}</td>{what}<td>{info.num_bytes / 2**20:.3g}</td>'
+                    f'<tr><td><i class="b{index % len(BUCKETS)}"></i>{index}</td>'
+                    f'<td class="names">{names}</td>{what}<td>{bucket.num_bytes / 2**20:.3g}</td>'
                     f"{''.join(map(_cell, figures))}"
                     f"<td{high}>{1e3 * own.exposed_s:.1f}</td></tr>"
                 )
     yield (
         "</tbody></table></div><p class='soft'>Milliseconds, medians of the steps. Ready and launched: on the last "
-        "rank, since the step began. Transfer: while data moved, without waiting for late ranks. Exposed: the "
-        "most that a rank waited for it, likewise without waiting for late ranks.</p>"
+        "rank, since the step began. Transfer: while data moved. Exposed: the longest that a rank waited for the "
+        "transfer. Both leave out waits for late ranks.</p>"
     )

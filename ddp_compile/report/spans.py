@@ -1,12 +1,11 @@
-"""One step of one rank as stretches of time, which the page, the chart and the trace draw."""
+"""The timeline of a step: what each rank did when. The page and the trace both draw it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from ddp_compile.report.steps import RankStep, Step, Transfer
-from ddp_compile.report.timing import Times, transfer_times
+from ddp_compile.report.steps import RankStep, Step, Transfer, TransferOverRanks
 
 Lane = Literal["computation", "launch", "late", "wait", "queue", "transfer"]
 
@@ -15,16 +14,16 @@ _SHORTEST_LAUNCH = 0.005
 
 
 class Span(NamedTuple):
-    """A stretch of time on one rank.
+    """Something that one rank did, or a transfer of it.
 
     Args:
-        lane: ``"launch"`` is a launch that took long, as some algorithms wait inside it. ``"late"`` is a wait for a
-            rank that has not launched the transfer, ``"wait"`` one for the transfer itself. ``"queue"`` is a transfer
-            that was launched and cannot move yet: a rank is late, or the link is busy.
+        lane: ``"launch"`` is a launch that took long, since some algorithms wait inside it. ``"late"`` is a wait for a
+            rank that has not launched the transfer, ``"wait"`` a wait for the transfer itself. ``"queue"`` is a
+            transfer that was launched but cannot move yet, since a rank is late or the link is busy.
         begin: In seconds, as in `Step`.
         end: Likewise.
-        name: What happens, for example ``"backward"`` or ``"reduce bucket 5"``.
-        transfer: Which one travels, or is waited for.
+        name: For example ``"backward"`` or ``"reduce bucket 5"``.
+        transfer: The transfer that travels, or that is waited for.
     """
 
     lane: Lane
@@ -36,16 +35,16 @@ class Span(NamedTuple):
 
 def spans_of(step: Step) -> dict[int, list[Span]]:
     """The spans of each rank of a step, in the order of the process group."""
-    all_times = transfer_times(step)
+    over_ranks = {(each.kind, each.bucket): each for each in step.transfers}
     found = {}
     for rank in step.ranks:
         busy: list[Span] = []
         moving: list[Span] = []
         for transfer in rank.transfers:
-            times = all_times[transfer.kind, transfer.bucket]
-            busy += _busy(transfer, times, _SHORTEST_LAUNCH * step.duration_s)
+            everywhere = over_ranks[transfer.kind, transfer.bucket]
+            busy += _busy(transfer, everywhere, _SHORTEST_LAUNCH * step.duration_s)
             if transfer.done is not None:
-                begin, name = min(times.began, transfer.done), _name(transfer)
+                begin, name = min(everywhere.began, transfer.done), _name(transfer)
                 moving.append(Span("queue", transfer.launched, begin, name, transfer))
                 moving.append(Span("transfer", begin, transfer.done, name, transfer))
         busy = [span for span in busy if span.end > span.begin]
@@ -53,19 +52,19 @@ def spans_of(step: Step) -> dict[int, list[Span]]:
     return found
 
 
-def _busy(transfer: Transfer, times: Times, shortest_launch: float) -> Iterator[Span]:
+def _busy(transfer: Transfer, everywhere: TransferOverRanks, shortest_launch: float) -> Iterator[Span]:
     """What kept the rank from computing."""
     name, since, until = _name(transfer), transfer.waited_from, transfer.waited_until
     if transfer.launch_returned - transfer.launched >= shortest_launch:
         yield Span("launch", transfer.launched, transfer.launch_returned, f"launch: {name}", transfer)
     if since is not None and until is not None:
-        all_there = min(max(since, times.launched), until)
+        all_there = min(max(since, everywhere.launched), until)
         yield Span("late", since, all_there, f"wait for late ranks: {name}", transfer)
         yield Span("wait", all_there, until, f"wait: {name}", transfer)
 
 
 def _computations(rank: RankStep, busy: Iterable[Span]) -> Iterator[Span]:
-    """Whatever else, cut where the backward begins."""
+    """The rest of the step, cut where the backward begins."""
     parts = [("computation", rank.began, rank.ended)]
     if rank.backward_began is not None:
         parts = [("forward", rank.began, rank.backward_began), ("backward", rank.backward_began, rank.ended)]

@@ -1,53 +1,35 @@
-"""What ``model.measure()`` returns: when each bucket was ready, launched, transferred and waited for, on every rank.
+"""A measured step on every rank: when each bucket was ready, launched, transferred and waited for, and what follows.
 
-All times are in seconds since the first rank of the report began the step, on one clock; `StepReport.clock_error_s`
-says how far the ranks' clocks may be apart.
+All times are in seconds since the first rank of the report began the step, on one clock.
 
 Note [What a step is]
-A step begins with its first forward and ends when its backward has reduced all gradients. The gathers of a sharded
-optimizer that are launched after it travel while the next forward computes, so they belong to the next step, the one
-that waits for them. They may have been launched before it began; such times are negative.
+A step begins with its first forward and ends when its backward has reduced all gradients. A sharded optimizer launches
+its gathers after that, and they travel while the next forward computes. So they belong to the next step, which waits
+for them. They may have been launched before it began; such times are negative.
 
 Note [Late ranks]
-A collective moves nothing before its last rank has launched it. So the time from one rank's launch to the end is not
-the transfer's: it contains the wait for the last rank. `Step.transfer_s` begins with the last launch, or with the end
-of the transfer before it, as all share one link. What a rank waits before the last launch it waits for a late rank;
-`Step.exposed_s` is what it waits after it. `Step.lateness_s` says which rank came late, and by how much.
+A collective moves nothing before its last rank has launched it. So the time from one rank's launch to the end contains
+the wait for the last rank. `Step.transfer_s` begins with the last launch, or with the end of the transfer before it,
+since all transfers share one link. A wait before the last launch is a wait for a late rank; `Step.exposed_s` is the
+wait after it. `Step.lateness_s` says which rank was late, and by how much.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal, NamedTuple
 
+from ddp_compile.plan.spec import BucketPlan, BucketSpec
 from ddp_compile.report.explanation import Explanation
-from ddp_compile.report.over_ranks import covered, transfers_over_ranks, waits_of
-
-if TYPE_CHECKING:
-    from ddp_compile.report.advice import Advice
+from ddp_compile.report.text import format_ms
 
 Kind = Literal["reduce", "gather"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketInfo:
-    """A bucket of the plan, as far as reports show it.
-
-    Args:
-        index: Its position in the plan.
-        names: Fully qualified names of its parameters, in the order of the flat buffer.
-        num_bytes: Bytes of its flat buffer.
-        dtype: Name of the dtype, for example ``"float32"``.
-    """
-
-    index: int
-    names: tuple[str, ...]
-    num_bytes: int
-    dtype: str
+#: What takes less than this share of a step is left out of its text.
+LEAST_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +42,7 @@ class Transfer:
         num_bytes: Bytes of the flat buffer; what travels depends on the algorithm.
         ready: When all gradients were in the flat buffer, or the optimizer had stepped all of the bucket.
         launched: When the transfer was handed to the process group.
-        launch_returned: When the algorithm's launch returned. Long after ``launched`` if it waits inside.
+        launch_returned: When the algorithm's launch returned; long after ``launched`` if it waits inside.
         done: When the result was complete on this rank; None if the algorithm does not say.
         waited_from: When this rank began to wait for it; None if nothing waited.
         waited_until: When this rank went on.
@@ -78,10 +60,8 @@ class Transfer:
 
     @property
     def exposed_s(self) -> float:
-        """What this rank waited for it."""
-        if self.waited_from is None or self.waited_until is None:
-            return 0.0
-        return self.waited_until - self.waited_from
+        """How long this rank waited for it."""
+        return sum(end - begin for begin, end in waits_of([self]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +74,7 @@ class RankStep:
         backward_began: When the first gradient of the iteration arrived; None if that is not known.
         ended: When all gradients had been handed over.
         transfers: In the order of their launches.
-        drained_s: Waited for the algorithm as a whole, not for one of the transfers.
+        drained_s: How long it waited for the algorithm as a whole, rather than for one of the transfers.
     """
 
     rank: int
@@ -106,7 +86,7 @@ class RankStep:
 
     @property
     def exposed_s(self) -> float:
-        """What this rank waited for communication: for each transfer, and for the algorithm as a whole."""
+        """How long this rank waited for communication: for each transfer, and for the algorithm as a whole."""
         return sum(transfer.exposed_s for transfer in self.transfers) + self.drained_s
 
     @property
@@ -116,23 +96,43 @@ class RankStep:
 
     @property
     def launching_s(self) -> float:
-        """What it spent launching: more than a moment if an algorithm waits inside its ``launch``."""
-        return self._covered_s((t.launched, t.launch_returned) for t in self.transfers)
+        """Time inside launches: more than a moment if an algorithm waits inside its ``launch``."""
+        return self._length_within_s((t.launched, t.launch_returned) for t in self.transfers)
 
     @property
     def computation_s(self) -> float:
-        """The rest: neither waited, nor launched."""
+        """The rest of the step, without waits and launches."""
         launches = [(t.launched, t.launch_returned) for t in self.transfers]
-        return max(0.0, self.duration_s - self._covered_s([*launches, *waits_of(self.transfers)]) - self.drained_s)
+        busy_s = self._length_within_s([*launches, *waits_of(self.transfers)])
+        return max(0.0, self.duration_s - busy_s - self.drained_s)
 
-    def _covered_s(self, intervals: Iterable[tuple[float, float]]) -> float:
-        """How much of the step is in any of these."""
-        return covered((max(begin, self.began), min(end, self.ended)) for begin, end in intervals)
+    def _length_within_s(self, intervals: Iterable[tuple[float, float]]) -> float:
+        """How much of the step these intervals cover."""
+        return union_length((max(begin, self.began), min(end, self.ended)) for begin, end in intervals)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOverRanks(NamedTuple):
+    """One transfer on all ranks that have it; see Note [Late ranks]."""
+
+    bucket: int
+    kind: Kind
+    by_rank: Mapping[int, Transfer]
+    launched: float  #: when the last rank launched it
+    began: float  #: when the link was free after that
+    done: float | None
+
+    @property
+    def transfer_s(self) -> float | None:
+        return None if self.done is None else max(0.0, self.done - self.began)
+
+    def exposed_s(self, rank: int) -> float:
+        """How long a rank waited for it after the last rank had launched it."""
+        return union_length((max(begin, self.launched), end) for begin, end in waits_of([self.by_rank[rank]]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of all ranks; of one rank if it comes from ``model.comm_stats()``, which knows of no late ranks.
+    """One step of all ranks; of one rank if it comes from ``model.comm_stats()``, which cannot see late ranks.
 
     Args:
         number: Number of the iteration, the same on every rank; the first one is 1.
@@ -141,6 +141,11 @@ class Step:
 
     number: int
     ranks: tuple[RankStep, ...]
+
+    @cached_property
+    def transfers(self) -> tuple[TransferOverRanks, ...]:
+        """The transfers in the order of their launches, which is the same on every rank."""
+        return tuple(_transfers_over_ranks(self.ranks))
 
     @property
     def duration_s(self) -> float:
@@ -159,33 +164,30 @@ class Step:
 
     @property
     def communication_s(self) -> float | None:
-        """How long the link was busy, without waits for late ranks; None if some transfer's end is not known."""
-        transfers = transfers_over_ranks(self.ranks)
-        if any(each.done is None for each in transfers):
-            return None
-        return covered((each.began, each.done) for each in transfers if each.done is not None)
+        """How long the link was busy, without waits for late ranks; None if the end of a transfer is not known."""
+        ends = [(each.began, each.done) for each in self.transfers if each.done is not None]
+        return union_length(ends) if len(ends) == len(self.transfers) else None
 
     @property
     def exposed_s(self) -> float:
-        """The most that a rank waited for communication, without its waits for late ranks."""
-        transfers = transfers_over_ranks(self.ranks)
+        """The longest that a rank waited for communication, without its waits for late ranks."""
         return max(
-            sum(each.exposed_s(rank.rank) for each in transfers if rank.rank in each.by_rank) + rank.drained_s
+            sum(each.exposed_s(rank.rank) for each in self.transfers if rank.rank in each.by_rank) + rank.drained_s
             for rank in self.ranks
         )
 
     @property
     def drained_s(self) -> float:
-        """The most that a rank waited for the algorithm as a whole."""
+        """The longest that a rank waited for the algorithm as a whole."""
         return max(rank.drained_s for rank in self.ranks)
 
     @property
     def exposed_by_bucket(self) -> dict[int, float]:
-        """For each bucket that was sent, the most that a rank waited for it, without waits for late ranks."""
+        """For each bucket that was sent, the longest that a rank waited for it, without waits for late ranks."""
         exposed: dict[int, float] = {}
-        for each in transfers_over_ranks(self.ranks):
-            most = max(each.exposed_s(rank) for rank in each.by_rank)
-            exposed[each.bucket] = exposed.get(each.bucket, 0.0) + most
+        for each in self.transfers:
+            longest = max(each.exposed_s(rank) for rank in each.by_rank)
+            exposed[each.bucket] = exposed.get(each.bucket, 0.0) + longest
         return exposed
 
     @property
@@ -204,15 +206,14 @@ class Step:
         Raises:
             IndexError: There was no such transfer in this step.
         """
-        transfers = transfers_over_ranks(self.ranks)
-        times = [each.transfer_s for each in transfers if (each.bucket, each.kind) == (bucket, kind)]
+        times = [each.transfer_s for each in self.transfers if (each.bucket, each.kind) == (bucket, kind)]
         if not times:
-            there = ", ".join(str(each.bucket) for each in transfers if each.kind == kind) or "none"
-            raise IndexError(f"bucket={bucket!r} has no {kind} in step {self.number}; the buckets that have: {there}")
+            there = ", ".join(str(each.bucket) for each in self.transfers if each.kind == kind) or "none"
+            raise IndexError(f"bucket={bucket!r} has no {kind} in step {self.number}; buckets that have one: {there}")
         return None if None in times else sum(time for time in times if time is not None)
 
     def lateness_s(self, rank: int) -> float:
-        """The most by which a rank launched something later than the (lower) median of the ranks did.
+        """By how much at most a rank launched a transfer later than the (lower) median of the ranks did.
 
         Args:
             rank: Global rank.
@@ -223,10 +224,15 @@ class Step:
         self.of_rank(rank)
         late = [
             each.by_rank[rank].launched - median_low(other.launched for other in each.by_rank.values())
-            for each in transfers_over_ranks(self.ranks)
+            for each in self.transfers
             if rank in each.by_rank
         ]
         return max([0.0, *late])
+
+    @property
+    def latest(self) -> tuple[int, float]:
+        """The rank that was the latest, and by how many seconds."""
+        return max(((rank.rank, self.lateness_s(rank.rank)) for rank in self.ranks), key=lambda found: found[1])
 
     def of_rank(self, rank: int) -> RankStep:
         """The step of one rank.
@@ -244,7 +250,7 @@ class Step:
         raise ValueError(f"rank={rank!r} is not in step {self.number}; it has the ranks {ranks}")
 
     def scalars(self, prefix: str = "communication") -> dict[str, float]:
-        """What a logger of scalars takes: times in milliseconds by name, such as ``communication/exposed_ms``.
+        """Times for a logger of scalars, in milliseconds by name, such as ``communication/exposed_ms``.
 
         Args:
             prefix: What the names begin with, up to the slash.
@@ -263,108 +269,98 @@ class Step:
         return {f"{prefix}/{name}_ms": time * 1e3 for name, time in times.items() if time is not None}
 
     def __str__(self) -> str:
-        from ddp_compile.report.text import format_step
+        """One line: ``"compute 61 ms, communication 40 ms, exposed 7 ms (bucket 5), rank 3 late by 12 ms"``.
 
-        return format_step(self)
+        Launches and late ranks are named if they take at least 1 % of the step.
+        """
+        least_s = LEAST_SHARE * self.duration_s
+        parts = [f"compute {format_ms(self.computation_s)}"]
+        if self.launching_s >= least_s:
+            parts.append(f"launching {format_ms(self.launching_s)}")
+        if self.transfers:
+            parts.append(f"communication {format_ms(self.communication_s)}")
+        if self.transfers or self.drained_s:
+            bucket = self.most_exposed_bucket
+            is_long = bucket is not None and self.exposed_by_bucket[bucket] >= least_s
+            places = [f"bucket {bucket}"] if is_long else []
+            if self.drained_s >= least_s:
+                places.append(f"{format_ms(self.drained_s)} outside of buckets")
+            where = f" ({', '.join(places)})" if places else ""
+            parts.append(f"exposed {format_ms(self.exposed_s)}{where}")
+        rank, late_s = self.latest
+        if late_s >= least_s:
+            parts.append(f"rank {rank} late by {format_ms(late_s)}")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """Some steps of all ranks, the same on every rank.
+class MeasuredSteps:
+    """Some steps of all ranks: the data of a `StepReport`.
 
     Args:
-        model: The model's class.
+        model: The module's class.
         algorithm: Name of the algorithm.
-        plan_digest: Digest of the bucket plan.
-        buckets: Of the plan, in its order.
+        plan: The bucket plan that the steps were trained with.
         steps: In their order.
-        clock_error_s: The most by which two ranks' clocks may be apart.
+        clock_error_s: By how much at most the clocks of two ranks may differ.
         device: Type of the device, for example ``"cuda"``.
         explanation: ``model.explain()`` of this rank when the measurement ended.
     """
 
     model: str
     algorithm: str
-    plan_digest: str
-    buckets: tuple[BucketInfo, ...]
-    steps: Sequence[Step]
+    plan: BucketPlan
+    steps: tuple[Step, ...]
     clock_error_s: float
     device: str
     explanation: Explanation | None = None
 
-    def to_json(self) -> str:
-        """As text, for `from_json`."""
-        measured = asdict(replace(self, explanation=None))
-        explanation = None if self.explanation is None else self.explanation.to_json()
-        return json.dumps({**measured, "explanation": explanation})
+    @property
+    def buckets(self) -> tuple[BucketSpec, ...]:
+        """The buckets of the plan."""
+        return self.plan.buckets
 
-    @classmethod
-    def from_json(cls, text: str) -> StepReport:
-        """The report of a text that `to_json` has returned.
-
-        Raises:
-            ValueError: It is another text.
-        """
-        try:
-            return _report_of(json.loads(text))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not the JSON of a StepReport: {error!r}; pass what to_json() has returned") from error
-
-    def __str__(self) -> str:
-        from ddp_compile.report.text import format_report
-
-        return format_report(self)
-
-    # Imported where they are used, as they show what is defined here.
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, in the format of its suffix; replaces a file that is there.
-
-        Args:
-            path: ``.html`` is one page that needs nothing else, ``.perfetto-trace`` is for ui.perfetto.dev, ``.json``
-                for `from_json`, ``.png`` for `plot`. The folder has to exist.
-
-        Raises:
-            ValueError: The suffix is another one.
-            FileNotFoundError: There is no such folder.
-            ImportError: The format needs matplotlib or perfetto, which is not installed.
-        """
-        from ddp_compile.report.files import save_report
-
-        save_report(self, path)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the step of median length with matplotlib, one lane for each rank.
-
-        Args:
-            path: Ends with ``.png``, in a folder that exists.
-
-        Raises:
-            ValueError: It has another suffix.
-            FileNotFoundError: There is no such folder.
-            ImportError: matplotlib is not installed.
-        """
-        from ddp_compile.report.files import plot_report
-
-        plot_report(self, path)
-
-    def advice(self) -> tuple[Advice, ...]:
-        """What these steps say that one may act on, the costliest first; nothing from fewer than five steps."""
-        from ddp_compile.report.advice import advise
-
-        return advise(self)
+    @property
+    def unknown_ends(self) -> str:
+        """A sentence about the transfers whose end is not known; empty if there are none."""
+        transfers = [each for step in self.steps for rank in step.ranks for each in rank.transfers]
+        kinds = {each.kind for each in transfers if each.done is None}
+        names = [name for kind, name in (("reduce", "reductions"), ("gather", "gathers")) if kind in kinds]
+        if not names:
+            return ""
+        return f"Unknown times: nothing reported when {' and '.join(names)} ended. Waits for them were still measured."
 
 
-def _report_of(fields: dict[str, Any]) -> StepReport:
-    buckets = tuple(BucketInfo(**{**bucket, "names": tuple(bucket["names"])}) for bucket in fields["buckets"])
-    steps = [_step_of(step) for step in fields["steps"]]
-    explanation = fields["explanation"] and Explanation.from_json(fields["explanation"])
-    return StepReport(**{**fields, "buckets": buckets, "steps": steps, "explanation": explanation})
+def _transfers_over_ranks(ranks: Iterable[RankStep]) -> Iterator[TransferOverRanks]:
+    by_key: dict[tuple[str, int, int], dict[int, Transfer]] = {}
+    for rank in ranks:
+        seen: dict[tuple[str, int], int] = {}
+        for transfer in rank.transfers:
+            name = (transfer.kind, transfer.bucket)
+            seen[name] = seen.get(name, 0) + 1
+            by_key.setdefault((*name, seen[name]), {})[rank.rank] = transfer
+    free_at = float("-inf")
+    for by_rank in by_key.values():
+        first = next(iter(by_rank.values()))
+        launched = max(transfer.launched for transfer in by_rank.values())
+        ends = [transfer.done for transfer in by_rank.values() if transfer.done is not None]
+        done = max(ends) if len(ends) == len(by_rank) else None
+        yield TransferOverRanks(first.bucket, first.kind, by_rank, launched, max(launched, free_at), done)
+        free_at = free_at if done is None else max(free_at, done)
 
 
-def _step_of(fields: dict[str, Any]) -> Step:
-    ranks = tuple(
-        RankStep(**{**rank, "transfers": tuple(Transfer(**transfer) for transfer in rank["transfers"])})
-        for rank in fields["ranks"]
-    )
-    return Step(number=fields["number"], ranks=ranks)
+def waits_of(transfers: Iterable[Transfer]) -> Iterator[tuple[float, float]]:
+    """When somebody began to wait for each of them, and when that wait ended."""
+    for transfer in transfers:
+        if transfer.waited_from is not None and transfer.waited_until is not None:
+            yield transfer.waited_from, transfer.waited_until
+
+
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Total length of the union of the intervals. An interval that ends before it begins is empty."""
+    length, until = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        if end > max(begin, until):
+            length += end - max(begin, until)
+            until = end
+    return length

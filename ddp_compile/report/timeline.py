@@ -1,13 +1,28 @@
-"""The timeline of one step as SVG: two rows for each rank, computation with its waits above transfers."""
+"""The timeline of a step as SVG: two rows for each rank, computation with its waits above transfers."""
 
 from __future__ import annotations
 
 import math
 from html import escape
 
-from ddp_compile.report.colors import NUM_COLORS
 from ddp_compile.report.spans import Span, spans_of
 from ddp_compile.report.steps import Step
+from ddp_compile.report.text import format_ms
+
+# Colors that can be told apart on a light and on a dark background.
+#: Waits for transfers; no bucket has a color like it.
+EXPOSED = "#e5484d"
+#: Launches that took long.
+LAUNCH = "#8b949e"
+#: Waits for late ranks.
+LATE = "#e3b341"
+FORWARD = "#8fb0cc"
+BACKWARD = "#4f86b8"
+#: Of buckets; those that are ten apart share one. Neighbors differ in hue, and all have about the same luminance.
+BUCKETS = (
+    *("#2f7fd6", "#b8720a", "#0f8f7c", "#9461d6", "#7a8519", "#c653a4"),
+    *("#1f8fb5", "#a3704a", "#3a9440", "#6c70d4"),
+)
 
 _WIDTH = 1180
 _LEFT = 112
@@ -49,7 +64,7 @@ class _Scale:
         return _LEFT + (seconds - self._begin) * self._per_second
 
     def edges(self, span: Span) -> tuple[str, str]:
-        """Left edge, and a width that can still be seen."""
+        """Left edge, and a width that is large enough to see."""
         left = self.x(span.begin)
         return f"{left:.1f}", f"{max(self.x(span.end) - left, 0.6):.1f}"
 
@@ -83,7 +98,7 @@ def _lane(rank: int, spans: list[Span], top: float, scale: _Scale, late_s: float
         if span.transfer is not None and span.lane in ("transfer", "wait"):
             number = str(span.transfer.bucket)
         if span.transfer is not None and span.lane == "transfer":
-            row, look = lower, f"b{span.transfer.bucket % NUM_COLORS} {span.transfer.kind}"
+            row, look = lower, f"b{span.transfer.bucket % len(BUCKETS)} {span.transfer.kind}"
         title = f"<title>{span.name}, {format_ms(span.end - span.begin)}</title>"
         row.append(f'<rect class="{look}" x="{left}" width="{width}">{title}</rect>')
         if number and float(width) >= 7 + 6 * len(number):
@@ -94,9 +109,3 @@ def _lane(rank: int, spans: list[Span], top: float, scale: _Scale, late_s: float
         parts.append(f'<path class="late" d="M{_LEFT - 7} 0v{2 * _ROW - 1}"/>')
     parts.append(f'<path class="queue" d="{"".join(queue)}"/>' if queue else "")
     return "".join([*parts, *upper, f'<g transform="translate(0 {_ROW})">', *lower, "</g></g>"])
-
-
-def format_ms(seconds: float) -> str:
-    """Milliseconds with two digits, or all of them: ``"41 ms"``, ``"0.52 ms"``, ``"1234 ms"``."""
-    ms = 1e3 * seconds
-    return f"{ms:.0f} ms" if abs(ms) >= 10 else f"{ms:.2g} ms"

@@ -1,4 +1,4 @@
-"""Transfers over all ranks, and their medians over the steps."""
+"""Medians over measured steps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from ddp_compile.report.over_ranks import transfers_over_ranks
-from ddp_compile.report.steps import Kind, Step
+from ddp_compile.report.steps import Kind, Step, TransferOverRanks
 
 
 class Times(NamedTuple):
@@ -18,8 +17,8 @@ class Times(NamedTuple):
         launched: When its last rank launched it.
         began: When data began to move: with the last launch, or with the end of the transfer before it.
         transfer_s: From then until the result was complete on every rank; None if that is not known.
-        exposed_s: The most that a rank waited for it, without its wait for late ranks.
-        least_exposed_s: The least, which no rank was spared.
+        exposed_s: The longest that a rank waited for it, without its wait for late ranks.
+        least_exposed_s: The shortest: what every rank waited.
     """
 
     ready: float
@@ -30,26 +29,24 @@ class Times(NamedTuple):
     least_exposed_s: float
 
 
-def transfer_times(step: Step) -> dict[tuple[Kind, int], Times]:
-    """The transfers of a step by kind and bucket, in launch order; the last one of a bucket that was launched again."""
-    found = {}
-    for each in transfers_over_ranks(step.ranks):
-        exposed = [each.exposed_s(rank) for rank in each.by_rank]
-        ready = max(transfer.ready for transfer in each.by_rank.values())
-        times = Times(ready, each.launched, each.began, each.transfer_s, max(exposed), min(exposed))
-        found[each.kind, each.bucket] = times
-    return found
-
-
 def median_step(steps: Sequence[Step]) -> Step:
     """The step of median length."""
     return sorted(steps, key=lambda step: step.duration_s)[(len(steps) - 1) // 2]
 
 
 def median_times(steps: Sequence[Step]) -> dict[tuple[Kind, int], Times]:
-    """Medians over the steps, of each transfer that is in all of them."""
-    every = [transfer_times(step) for step in steps]
+    """Medians over the steps, by kind and bucket in launch order, of each transfer that is in all of them.
+
+    Of a bucket that was launched again, the last transfer counts.
+    """
+    every = [{(each.kind, each.bucket): _times(each) for each in step.transfers} for step in steps]
     return {key: _median([times[key] for times in every]) for key in every[0] if all(key in times for times in every)}
+
+
+def _times(transfer: TransferOverRanks) -> Times:
+    exposed = [transfer.exposed_s(rank) for rank in transfer.by_rank]
+    ready = max(own.ready for own in transfer.by_rank.values())
+    return Times(ready, transfer.launched, transfer.began, transfer.transfer_s, max(exposed), min(exposed))
 
 
 def _median(times: Sequence[Times]) -> Times:

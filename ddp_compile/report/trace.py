@@ -1,6 +1,6 @@
 """The steps of all ranks as one trace for ui.perfetto.dev.
 
-Steps follow one another without what lies between them, the optimizer for example: a report has no times of it.
+Steps follow one another without what lies between them, such as the optimizer, of which a report has no times.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
 from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
 from ddp_compile.errors import shorten_names
+from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.report.spans import Lane, Span, spans_of
-from ddp_compile.report.steps import BucketInfo, StepReport
+from ddp_compile.report.steps import MeasuredSteps
 
 #: Rows of a rank.
 _ROWS: Mapping[Lane, str] = {
@@ -27,13 +28,8 @@ _ROWS: Mapping[Lane, str] = {
 _SEQUENCE = 1
 
 
-def write_trace(report: StepReport, path: Path) -> None:
-    """Write all steps of all ranks: a process for each rank, with rows for computation, waits and transfers.
-
-    Args:
-        report: What was measured.
-        path: Where to write it.
-    """
+def write(report: MeasuredSteps, path: Path) -> None:
+    """Write all steps of all ranks: a process for each rank, with rows for computation, waits and transfers."""
     writer = _Writer(report.buckets)
     begin = 0.0
     for step in report.steps:
@@ -47,9 +43,9 @@ def write_trace(report: StepReport, path: Path) -> None:
 
 
 class _Writer:
-    """Writes events, and the tracks that they need."""
+    """Writes events and the tracks that they need."""
 
-    def __init__(self, buckets: Iterable[BucketInfo]) -> None:
+    def __init__(self, buckets: Iterable[BucketSpec]) -> None:
         self.trace = TraceProtoBuilder()
         self._buckets = {bucket.index: bucket for bucket in buckets}
         self._tracks: dict[tuple[int, str, int], int] = {}
@@ -67,11 +63,11 @@ class _Writer:
                 bucket = self._buckets[span.transfer.bucket]
                 self._annotate(event, "bucket", bucket.index)
                 self._annotate(event, "bytes", span.transfer.num_bytes)
-                self._annotate(event, "parameters", shorten_names(bucket.names))
+                self._annotate(event, "parameters", shorten_names([gradient.fqn for gradient in bucket.gradients]))
             self._event(track, last, TrackEvent.TYPE_SLICE_END)
 
     def _free_track(self, rank: int, row: str, at_ns: int) -> int:
-        """A track on which nothing goes on; the viewer shows tracks of one name as one."""
+        """A track with no open slice; the viewer merges tracks that have the same name."""
         number = 0
         while self._busy_until.get(track := self._track(rank, row, number), at_ns) > at_ns:
             number += 1
@@ -88,7 +84,7 @@ class _Writer:
             if row:
                 descriptor.parent_uuid, descriptor.name = self._tracks[rank, "", 0], row
             else:
-                # The viewer takes process 0 for the idle one.
+                # The viewer takes process 0 for the idle process.
                 descriptor.process.pid, descriptor.process.process_name = rank + 1, f"rank {rank}"
         return self._tracks[key]
 

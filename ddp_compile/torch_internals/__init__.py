@@ -35,11 +35,9 @@ from ddp_compile.torch_internals.backward_compile import (
 from ddp_compile.torch_internals.compile_caches import right_cache_entries
 from ddp_compile.torch_internals.dynamo import (
     InnerBackend,
-    code_being_compiled,
     compile_isolated,
     compiled_autograd_is_on,
     copy_dynamo_metadata,
-    forget_code,
     forget_compiled,
     graphs_log,
     has_isolated_recompiles,
@@ -64,13 +62,6 @@ from ddp_compile.torch_internals.fake_training import (
     quiet_fake_mode,
     traced_only,
 )
-from ddp_compile.torch_internals.fully_shard import (
-    all_reduce_hook_of_fully_shard,
-    parameters_of_fully_shard,
-    ranks_of_fully_shard,
-    remove_all_reduce_hook,
-    state_of_fully_shard,
-)
 from ddp_compile.torch_internals.graph_breaks import GraphBreaks, in_python, leave_call_to_python
 from ddp_compile.torch_internals.module_calls import (
     active_ddp,
@@ -83,7 +74,6 @@ from ddp_compile.torch_internals.module_calls import (
     set_compiled_call,
     swapped_in,
 )
-from ddp_compile.torch_internals.operator_times import OperatorTimes
 from ddp_compile.torch_internals.process_groups import (
     all_gather_single,
     backend_name,

@@ -10,7 +10,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -147,20 +146,13 @@ def _modes() -> list[Any]:
 
 def is_whole_frame(gm: fx.GraphModule, function: Callable[..., Any]) -> bool:
     """Whether the graph that Dynamo is compiling is a function's whole frame. Called by the backend."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    return reason is not None and not reason.graph_break and code_being_compiled(gm) is function.__code__
-
-
-def code_being_compiled(gm: fx.GraphModule) -> CodeType | None:
-    """The code of the frame that the graph is of: a function, or what follows a graph break in one.
-
-    Called by the backend. None if Dynamo has not called it.
-    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    if getattr(gm, "compile_subgraph_reason", None) is None:
-        return None
-    return InstructionTranslator.current_tx().f_code
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or reason.graph_break:
+        return False
+    # What follows a graph break has code of its own.
+    return InstructionTranslator.current_tx().f_code is function.__code__
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:
@@ -168,14 +160,9 @@ def forget_compiled(function: Callable[..., Any]) -> None:
 
     Dynamo keeps it for as long as the code object lives, which compiled code itself keeps alive.
     """
-    forget_code(function.__code__)
-
-
-def forget_code(code: CodeType) -> None:
-    """Free what Dynamo has compiled for the frames of a code object."""
     import torch._dynamo
 
-    torch._dynamo.eval_frame.reset_code(code)  # type: ignore[attr-defined]
+    torch._dynamo.eval_frame.reset_code(function.__code__)  # type: ignore[attr-defined]
 
 
 _num_isolated_functions = 0

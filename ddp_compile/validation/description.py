@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -26,15 +26,13 @@ def with_sparse_gradients(module: nn.Module) -> set[int]:
     return {id(layer.weight) for layer in layers if layer.sparse}
 
 
-def describe_module(
-    module: nn.Module, config: ReplicateConfig, launches_in_backward: bool, ignored: Container[str]
-) -> list[str]:
+def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_backward: bool) -> list[str]:
     """Lines that must be the same on every rank; with strides, since flat buffers follow them.
 
     Args:
         launches_in_backward: Whether buckets are launched inside compiled backwards.
-        ignored: Names of parameters and buffers that may differ.
     """
+    ignored = config.parameters_to_ignore
     sparse_ids = with_sparse_gradients(module)
     settings = (
         "broadcast_buffers",
@@ -43,8 +41,6 @@ def describe_module(
         "skip_all_reduce_unused_params",
         "static_graph",
         "check_finite_gradients",
-        "plans_from_measurements",
-        "max_bucket_bytes",
     )
     lines = [f"{name}={getattr(config, name)}" for name in settings]
     # After such launches the ranks exchange a message, so this must agree.

@@ -40,7 +40,6 @@ class ReplicatedParameters:
         self._ignored = ignored
         self._names = {id(parameter): name for name, parameter in self.named.items()}
         self._properties = {id(parameter): _properties(parameter) for parameter in self.named.values()}
-        self._wrappers = reducing_wrappers_inside(module)
         self._originals: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = weakref.WeakKeyDictionary(
             {owner: {name: p for name, p in owner._parameters.items() if p is not None} for owner in module.modules()}
         )
@@ -76,8 +75,7 @@ class ReplicatedParameters:
         unfreezes it afterwards. If gradients are missing for that reason, `MissingGradientError` says so. Nor is a
         tensor that stands in for a parameter during one call: gradients reach the parameter if it is computed from it.
         """
-        wrappers = [wrapper for wrapper in reducing_wrappers_inside(module) if wrapper not in self._wrappers]
-        changes = [*wrappers, *self._changes(module)]
+        changes = [*reducing_wrappers_inside(module), *self._changes(module)]
         if changes:
             raise error_messages.parameters_changed(changes)
 

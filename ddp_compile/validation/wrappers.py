@@ -19,9 +19,8 @@ from ddp_compile.errors import ReplicationError, shorten_names, this_rank, with_
 
 _REDUCES = "its gradients are already reduced; use one of the two"
 _SHARDS = (
-    "it reduces and shards its gradients itself. To shard over one dimension of a mesh and average over the other,"
-    " leave both to fully_shard(module, mesh=mesh['replicas', 'parts']), without ddp_compile; or call fully_shard on"
-    " some submodules only, and ddp_compile(module) for the rest"
+    "it reduces and shards its gradients itself. To shard over one dimension of a mesh and average over another, which"
+    " FSDP2 calls HSDP, leave out ddp_compile: fully_shard(module, mesh=mesh['replicas', 'parts'])"
 )
 _PASS_INSIDE = "pass the module inside it, its .module"
 
@@ -45,12 +44,12 @@ _REDUCING = _SHARDING | {"DistributedDataParallel", "DataParallel", "DeepSpeedEn
 def refuse_wrappers_inside(module: nn.Module) -> None:
     """Raise a ReplicationError for a module that is or holds a wrapper.
 
-    Allowed are submodules of ``fully_shard``, of TorchScript and of ``torch.compiler.disable``.
+    Allowed are submodules of TorchScript, and compiled ones, if ``torch.compiler.disable`` keeps Dynamo out of them.
     """
     for name, submodule in module.named_modules():
         kind = _kind_of(type(submodule))
         is_left = kind in ("OptimizedModule", "ScriptModule") and torch_internals.is_disabled_for_dynamo(submodule)
-        if kind is None or (name and (kind == "FSDPModule" or is_left)):
+        if kind is None or (name and is_left):
             continue
         where = f"submodule {name}" if name else "the module"
         raise ReplicationError(

@@ -99,7 +99,7 @@ class BucketSet:
     def rebuild_once(self) -> None:
         """After the first iteration, repack the eager tail in the order in which its gradients came on rank 0.
 
-        Call it at the end of an iteration, where every rank is.
+        Gradients stay. Call it at the end of an iteration, where every rank is.
 
         Raises:
             ReductionError: Another rank did not come.
@@ -110,31 +110,16 @@ class BucketSet:
         order, self._arrival_order = self._arrival_order, None
         if order is None or not self._first_is_typical or self._builder.given is not None:
             return
-        assert self.plan is not None
-        if not any(bucket.frame is None for bucket in self.plan.buckets):
+        before, old_buckets = self.plan, self.buckets
+        assert before is not None
+        if not any(bucket.frame is None for bucket in before.buckets):
             return
         # Inside ``Join``, a rank that had no input in the first iteration knows no order.
-        self.replace_plan(self.plan_of_rank_0(self._builder.reorder_tail(tuple(order)) if order else self.plan))
-
-    def rebuild_never(self) -> None:
-        """Keep the plan of the first iteration, since the ranks never come to the end of one together."""
-        self._arrival_order = None
-
-    def plan_of_rank_0(self, proposed: BucketPlan) -> BucketPlan:
-        """What rank 0 proposes; called at the end of an iteration, on every rank.
-
-        Raises:
-            ReductionError: Another rank did not come.
-        """
+        proposed = self._builder.reorder_tail(tuple(order)) if order else before
         try:
-            return plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
+            plan = plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
         except RuntimeError as error:
             raise self._no_plan(error, "after all buckets had been reduced") from error
-
-    def replace_plan(self, plan: BucketPlan) -> None:
-        """Reduce by this plan from now on. Gradients stay. The eager tail is not packed again after this."""
-        assert self.plan is not None
-        before, old_buckets, self._arrival_order = self.plan, self.buckets, None
         if plan == before:
             return
         self._install(plan)
@@ -146,6 +131,10 @@ class BucketSet:
                 bucket.adopt_gradients()
         number = number_of(len(plan.buckets), "bucket")
         log.info("%s: plan %s follows %s, %s", this_rank(), plan.digest, before.digest, number)
+
+    def rebuild_never(self) -> None:
+        """Keep the plan of the first iteration, since the ranks never come to the end of one together."""
+        self._arrival_order = None
 
     def lay_out_as(self, layout: Layout, owners: Mapping[int, int]) -> None:
         """Between two iterations, give all buckets another layout, and those of later plans too.

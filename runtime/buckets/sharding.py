@@ -30,17 +30,6 @@ class Sharding:
     def record_into(self, records: NoRecords) -> None:
         """From now on, tell these records of gathers and of waits for them."""
 
-    def plan_changes(self) -> str:
-        """The plan is about to be replaced, on every rank, between two iterations.
-
-        Returns:
-            Why what is sharded cannot follow, so that the plan has to stay; the same on every rank. Empty if it can.
-        """
-        return ""
-
-    def follow_plan(self, buckets: Sequence[Bucket]) -> None:
-        """The module has these buckets from now on, in plan order."""
-
     def backward_begins(self) -> None:
         """A backward has brought its first gradients; inside ``no_sync`` called for each gradient."""
 

@@ -26,15 +26,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.report.steps import Kind
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.transfers import MadeOfFuture, MadeOfWorks
+
+Kind = Literal["reduce", "gather"]
 
 #: A time on the host's monotonic clock in ns, or an event of a stream that will have one; see `streams.StreamClock`.
 Mark = Any
@@ -42,7 +43,7 @@ Mark = Any
 
 @dataclass(slots=True, eq=False)
 class RawTransfer:
-    """As `ddp_compile.report.steps.Transfer`, on this rank's clock."""
+    """One transfer of one bucket, on this rank's clock."""
 
     bucket: int
     kind: Kind
@@ -58,7 +59,7 @@ class RawTransfer:
 
 @dataclass(slots=True, eq=False)
 class RawStep:
-    """As `ddp_compile.report.steps.RankStep`, on this rank's clock. Written from the end of the step before it on."""
+    """One step, on this rank's clock. Written from the end of the step before it on."""
 
     began: Mark = None
     backward_began: Mark = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from expecttest import assert_expected_inline
-from reported_steps import rank_step, reduce, report_of, step_with_late_rank
+from simulated_steps import rank_step, reduce, report_of, step_with_late_rank
 
 from ddp_compile.report.steps import Step
 
@@ -56,15 +57,15 @@ def test_table() -> None:
     unknown = Step(number=9, ranks=tuple(rank_step(rank, reduce(0, 0.01, None, 0.02, 0.03)) for rank in (2, 3)))
     report = report_of(step_with_late_rank(7), step_with_late_rank(8), unknown)
     assert_expected_inline(
-        str(report),
+        re.sub("plan [0-9a-f]{16}", "plan <digest>", str(report)),
         """\
-Mlp, gradient all-reduce: 3 steps of 2 ranks, 2 buckets, plan 0123456789abcdef; times in ms, clocks within 0.025 ms
+Mlp, gradient all-reduce: 3 steps of 2 ranks, 2 buckets, plan <digest>; times in ms, clocks within 0.025 ms
   step  all  compute  launching  communication  exposed   most in         late
      7   92       66          0             50       30  bucket 1  20 (rank 3)
      8   92       66          0             50       30  bucket 1  20 (rank 3)
      9  100       90          0        unknown       10  bucket 0
 median   92       66          0             50       30
-Where a time is unknown, nothing says when reductions were over; waits for them are measured all the same.""",
+Unknown times: nothing reported when reductions ended. Waits for them were still measured.""",
     )
 
 

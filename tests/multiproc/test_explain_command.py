@@ -75,8 +75,9 @@ def test_what_is_wrong_is_said_in_a_few_lines(
 
 def test_options_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, says in [
-        (["--world-size", "0"], "--world-size 0 is no number of ranks"),
-        (["--json", str(tmp_path / "no" / "folder.json")], "there is no folder"),
+        (["--world-size", "0"], "--world-size 0 must be at least 1"),
+        (["--json", str(tmp_path / "no" / "folder.json")], "no folder"),
+        (["--html", "page.html"], "--html page.html is no longer an argument; pass --json"),
         (["--bucket-cap-mb", "-1"], "explain: bucket_cap_mb=-1.0 must be a positive number"),
     ]:
         assert main(["explain", "explained:layers", *options]) == 2
@@ -84,7 +85,7 @@ def test_options_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_process_group_of_the_caller_is_refused(single_rank_group: None) -> None:
-    with pytest.raises(ValueError, match="a process group exists already"):
+    with pytest.raises(ValueError, match="there is a process group already"):
         explain_function("explained:layers", 2, {})
 
 

@@ -19,7 +19,6 @@ from models import relative_difference
 from rank_pool import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from ddp_compile import ReplicationError, ddp_compile, shard_optimizer
@@ -90,7 +89,6 @@ ARGUMENTS: Mapping[Feature, Mapping[str, Any]] = {
     Feature.SKIP_UNUSED: {"skip_all_reduce_unused_params": True},
     Feature.STATIC_GRAPH: {"static_graph": True},
     Feature.CHECK_FINITE: {"check_finite_gradients": True},
-    Feature.AUTOMATIC_PLAN: {"bucket_cap_mb": "auto"},
     Feature.ALGORITHM: {"algorithm": Own(Traits())},
     Feature.NO_SHADOWS: {"algorithm": Own(Traits(takes_shadows=False))},
     Feature.BEYOND_GROUP: {"algorithm": Own(Traits(beyond_group=True))},
@@ -115,7 +113,6 @@ WAYS = (
     Feature.PROCESS_GROUP,
     Feature.DEVICE_MESH,
     Feature.DELAYED,
-    Feature.FULLY_SHARD,
     Feature.NO_SYNC,
     Feature.JOIN,
 )
@@ -173,8 +170,6 @@ def make(features: tuple[Feature, ...], backend: str) -> tuple[Any, Any]:
     if Feature.DELAYED in features:
         settings["delay_all_reduce_named_params"] = [("last.bias", net.last.bias)]
         settings["param_to_hook_all_reduce"] = net.blocks[0].linear.weight
-    if Feature.FULLY_SHARD in features:
-        fully_shard(net.head, mesh=init_device_mesh("cpu", (2,)))
     model: Any = ddp_compile(net, first_bucket_cap_mb=0.0001, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for number, feature in enumerate(features):
@@ -210,12 +205,8 @@ def train(features: tuple[Feature, ...], backend: str) -> float:
                 for parameter in alone.parameters():
                     parameter -= LR * parameter.grad
                     parameter.grad = None
-    ours = {name: whole(tensor) for name, tensor in model.state_dict().items() if name != "scale"}
+    ours = model.state_dict()
     return max(relative_difference(ours[name], p.detach()) for name, p in alone.named_parameters())
-
-
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def try_pairs(first: Feature, backend: str) -> list[tuple[Feature, str]]:

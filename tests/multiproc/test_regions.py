@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from beside import average, difference, flat_of, seeded
+from beside import difference, flat_of, seeded
 from in_ci import only
 from models import GptBlock, global_batch, largest, loss_of, make_model, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from ways_to_train import WAYS as WAYS_TO_TRAIN
@@ -315,26 +312,6 @@ def test_other_algorithms_reduce_the_buckets_of_regions(algorithm: AlgorithmConf
 def test_ranks_that_were_given_other_regions_are_told_so() -> None:
     with pytest.raises(RanksDifferError, match="modules that are compiled by themselves="):
         ddp_compile(Blocks(), backend="eager", regions=[Block] if dist.get_rank() else None)
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_regions_that_fully_shard_has_sharded_share_a_graph() -> None:
-    sharded, plain = seeded(Blocks), seeded(Blocks)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in sharded.blocks:
-        fully_shard(block, mesh=mesh)
-    counter = CompileCounterWithBackend("aot_eager")
-    model = ddp_compile(sharded, regions="auto", backend=counter)
-    for step in range(2):
-        for each in (model, plain):
-            each.zero_grad()
-            loss_of(each(rows(step)[dist.get_rank()])).backward()
-        average(plain)
-        for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):
-            ours = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            assert relative_difference(ours, q.grad) < 1e-5
-    assert counter.frame_count == 1
 
 
 #: A model without submodules; gradients of a part of the model, which a backward of regions brings as an eager one

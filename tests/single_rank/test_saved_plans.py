@@ -31,7 +31,7 @@ def trained(module: nn.Module, **settings: Any) -> Any:
     return model
 
 
-def test_a_saved_plan_is_reduced_by_whatever_the_capacities_and_survives_the_second_iteration(tmp_path: Path) -> None:
+def test_saved_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     saved = trained(model_of(), bucket_cap_mb=400 / 2**20, first_bucket_cap_mb=1.0).bucket_plan
     assert len(saved.buckets) == 2
@@ -43,7 +43,7 @@ def test_a_saved_plan_is_reduced_by_whatever_the_capacities_and_survives_the_sec
         assert trained(model_of(), bucket_plan=str(path)).bucket_plan == saved
 
 
-def test_a_saved_plan_is_laid_out_for_the_owners_that_a_sharded_optimizer_chooses(tmp_path: Path) -> None:
+def test_saved_plan_with_owners(tmp_path: Path) -> None:
     replicated(model_of()).bucket_plan.save(tmp_path / "plan")
     model = replicated(model_of(), bucket_plan=tmp_path / "plan")
     matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
@@ -75,13 +75,13 @@ def without_bias() -> nn.Module:
             "0.weight: float32, 64 elements, on cpu in the plan, float32, 16 elements, on cpu in the model;"
             " 0.bias: float32, 8 elements, on cpu in the plan, float32, 4 elements, on cpu in the model",
         ),
-        (lambda: model_of(4), "; and 3 more differences. Pass a plan that was saved with this model, or drop"),
+        (lambda: model_of(4), "; and 3 more differences. Pass a plan that was saved with this model, or leave"),
         (without_bias, "1.bias: float32, 8 elements, on cpu in the plan, missing in the model. Pass"),
         (lambda: model_of().bfloat16(), "0.weight: float32, 64 elements, on cpu in the plan, bfloat16, 64 elements"),
         (lambda: nn.Sequential(*model_of(), nn.Linear(8, 1)), "4.weight: missing in the plan, float32, 8 elements"),
     ],
 )
-def test_the_plan_of_another_model_is_refused_with_the_differences(module: Any, said: str, tmp_path: Path) -> None:
+def test_plan_of_another_model(module: Any, said: str, tmp_path: Path) -> None:
     replicated(model_of()).bucket_plan.save(tmp_path / "plan")
     with pytest.raises(ValueError) as raised:
         replicated(module(), bucket_plan=tmp_path / "plan")
@@ -93,17 +93,17 @@ def test_the_plan_of_another_model_is_refused_with_the_differences(module: Any, 
     ("text", "said"),
     [
         (None, "cannot be loaded: [Errno 2] No such file or directory"),
-        ("{}", "cannot be loaded: bucket plan is malformed: it lacks"),
-        ("no json", "cannot be loaded: bucket plan is malformed: it cannot be read"),
+        ("{}", "cannot be loaded: bucket plan is malformed: plan lacks"),
+        ("no json", "cannot be loaded: bucket plan is malformed: Expecting value"),
     ],
 )
-def test_files_without_a_plan_are_refused(text: str | None, said: str, tmp_path: Path) -> None:
+def test_files_without_a_plan(text: str | None, said: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "plan").write_text(text)
     with pytest.raises(ValueError, match=re.escape(f"rank 0: bucket plan '{tmp_path}/plan' {said}")):
         replicated(model_of(), bucket_plan=tmp_path / "plan")
 
 
-def test_a_plan_and_a_capacity_exclude_each_other() -> None:
+def test_plan_and_capacity() -> None:
     with pytest.raises(ValueError, match=r"rank 0: bucket_cap_mb=25 and bucket_plan='plan' each say .*; pass one of"):
         replicated(model_of(), bucket_cap_mb=25, bucket_plan="plan")

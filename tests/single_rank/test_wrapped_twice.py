@@ -232,6 +232,7 @@ def test_a_module_that_is_wrapped_already_is_refused(wrapper: str) -> None:
     wrap, _ = WRAPPERS[wrapper]
     with pytest.raises(ReplicationError, match=r"the module is an? "):
         replicated(wrap(two_layers()))
-    if not wrapper.startswith("fully_shard"):  # whose submodules are averaged with the rest
-        with pytest.raises(ReplicationError, match=r"submodule 0 is an? "):
-            replicated(nn.Sequential(wrap(two_layers()), nn.Linear(4, 4)))
+    with pytest.raises(ReplicationError, match=r"submodule 0 is an? ") as refused:
+        replicated(nn.Sequential(wrap(two_layers()), nn.Linear(4, 4)))
+    if wrapper.startswith("fully_shard"):
+        assert "HSDP, leave out ddp_compile: fully_shard(module, mesh=mesh['replicas', 'parts'])" in str(refused.value)

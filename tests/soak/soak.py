@@ -1,6 +1,6 @@
 """Trains for many steps, and makes and drops many models, while memory, threads, descriptors and times must stay flat.
 
-    python tests/soak/soak.py [--steps 20000] [--models 100] [--ways default,sharded,asynchronous,automatic]
+    python tests/soak/soak.py [--steps 20000] [--models 100] [--ways default,sharded,asynchronous]
 
 Two ranks train a small compiled model on the CPU. A way to train is one run of ``--steps`` steps. Its figures are those
 of rank 0 after each quarter: resident memory, threads, file descriptors, process groups, and the median step of the
@@ -87,7 +87,6 @@ WAYS = {
         lambda: make(algorithm=AsyncModelAverage(sync_interval_ms=5, warmup_steps=10)),
         lambda model: model.comm_algorithm.abort(),
     ),
-    "automatic": Way(lambda: make(bucket_cap_mb="auto")),
 }
 
 

@@ -8,7 +8,7 @@ from soak import LIMITS, MOST_SLOWDOWN, Figures, soak, what_grows
 FLAT = Figures(memory_mib=300.0, threads=9, descriptors=18, groups=1, step_ms=2.0)
 
 
-@pytest.mark.parametrize("name", ["default", "sharded", "asynchronous", "automatic", "models"])
+@pytest.mark.parametrize("name", ["default", "sharded", "asynchronous", "models"])
 @pytest.mark.long
 def test_a_short_run_is_flat_but_for_times(name: str) -> None:
     found, wrong = soak(name, 8 if name == "models" else 200)

@@ -37,12 +37,12 @@ def test_a_capacity_that_is_no_positive_number_is_refused_by_name(value: object)
     with pytest.raises(ValueError) as error:
         caps_from_mib(value, 1.0, "cpu")  # type: ignore[arg-type]
     assert str(error.value) == (
-        f"bucket_cap_mb={value!r} must be a positive number of MiB; pass for example bucket_cap_mb=25, or 'auto'"
+        f"bucket_cap_mb={value!r} must be a positive number of MiB; pass for example bucket_cap_mb=25"
     )
 
 
 def test_no_capacity_is_the_default_for_the_kind_of_device() -> None:
-    assert caps_from_mib(None, 1.0, "cpu") == caps_from_mib("auto", 1.0, "cpu") == (MIB, 5 * MIB)
+    assert caps_from_mib(None, 1.0, "cpu") == (MIB, 5 * MIB)
     assert caps_from_mib(None, 1.0, "cuda") == (MIB, 25 * MIB)
 
 

@@ -10,11 +10,21 @@ from dataclasses import replace
 import pytest
 
 from ddp_compile.plan.costs import Collective, Computation
-from ddp_compile.report.costs import collective_of, computation_of
-from ddp_compile.report.steps import BucketInfo, RankStep, Step, StepReport, Transfer
+from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, renumbered
+from ddp_compile.report.costs import all_reduce_of, collective_of, computation_of
+from ddp_compile.report.step_report import StepReport
+from ddp_compile.report.steps import RankStep, Step, Transfer
 
 SIZES = {"c": 1000, "b": 3000, "a": 8000}  # in the order in which they are ready
 BUCKETS = [(("c", "b"), 4000, 0.010), (("a",), 8000, 0.040)]
+PLAN = BucketPlan(
+    tuple(
+        BucketSpec(
+            i, tuple(GradientSpec("abc".index(n), n, SIZES[n] // 4, "float32", "cpu") for n in names), 1, 0, "ddp"
+        )
+        for i, (names, *_) in enumerate(BUCKETS)
+    )
+)
 LATENCY_S, S_PER_BYTE = 1e-3, 1e-6
 LINK = Collective(latency_s=LATENCY_S, s_per_byte=S_PER_BYTE)
 
@@ -61,29 +71,21 @@ def measured(num_ranks: int = 3, num_steps: int = 3) -> StepReport:
     return StepReport(
         model="Net",
         algorithm="all-reduce",
-        plan_digest="0" * 16,
-        buckets=tuple(
-            BucketInfo(index=i, names=names, num_bytes=num_bytes, dtype="float32")
-            for i, (names, num_bytes, _) in enumerate(BUCKETS)
-        ),
-        steps=steps,
+        plan=PLAN,
+        steps=tuple(steps),
         clock_error_s=0.0,
         device="cpu",
     )
 
 
-NAMES = ["a", "b", "c"]
-NUM_BYTES = [SIZES[name] for name in NAMES]
-
-
-def test_latency_and_rate_are_those_of_transfers_apart_from_a_late_rank() -> None:
-    collective = collective_of(measured(), world_size=3)
+def test_transfers_with_a_late_rank() -> None:
+    collective = collective_of(measured())
     assert collective.latency_s == pytest.approx(LATENCY_S)
     assert collective.s_per_byte == pytest.approx(S_PER_BYTE)
 
 
-def test_times_of_the_computation_are_medians_that_one_late_rank_does_not_move() -> None:
-    computation = computation_of(measured(), NAMES, NUM_BYTES)
+def test_computation_with_a_late_rank() -> None:
+    computation = computation_of(measured())
     # c and b share a bucket that is ready after 10 ms, c having a quarter of its bytes.
     assert computation.ready_s == pytest.approx([0.040, 0.010, 0.0025])
     assert computation.forward_s == pytest.approx(0.020) and computation.launch_s == pytest.approx(5e-5)
@@ -107,8 +109,8 @@ def test_rounding_makes_no_time_negative(monkeypatch: pytest.MonkeyPatch) -> Non
                 for transfer, (*_, ready_s) in zip(rank.transfers, buckets, strict=True)
             ),
         )
-        report = replace(report, steps=[Step(number=1, ranks=(exact,))])
-        computation = computation_of(report, NAMES, NUM_BYTES)
+        report = replace(report, steps=(Step(number=1, ranks=(exact,)),))
+        computation = computation_of(report)
         assert 0 <= computation.with_transfers(LINK, LINK).needed_s[0] < 1e-15
 
 
@@ -133,21 +135,21 @@ def with_gathers(rank: RankStep, times: Sequence[tuple[int, int, float, float | 
 
 def computation_with_gathers(*times: tuple[int, int, float, float | None, float | None]) -> Computation:
     report = measured()
-    steps = [replace(step, ranks=tuple(with_gathers(rank, times) for rank in step.ranks)) for step in report.steps]
-    return computation_of(replace(report, steps=steps), NAMES, NUM_BYTES)
+    steps = tuple(replace(step, ranks=tuple(with_gathers(rank, times) for rank in step.ranks)) for step in report.steps)
+    return computation_of(replace(report, steps=steps))
 
 
-def test_a_sharded_optimizer_waits_in_the_forward_and_steps_between_gathers() -> None:
+def test_sharded_optimizer() -> None:
     # 1 ms for 8000 bytes, and 2 ms for 4000; the forward waits 4 of the 9 ms of the last wait.
     computation = computation_with_gathers((1, 8000, -0.010, None, None), (0, 4000, -0.008 + 5e-5, -0.005, 0.004))
     assert computation.forward_s == pytest.approx(0.016)
     assert computation.step_s_per_byte == pytest.approx(3 * 0.002 / 4000)  # three ranks step a third each
     # It did not wait for both buckets, so the forward is taken to mirror the backward.
     assert computation.needed_s == pytest.approx([0.0, 0.012, 0.016 * (1 - 1 / 16)])
-    assert computation_of(measured(), NAMES, NUM_BYTES).step_s_per_byte == 0.0
+    assert computation_of(measured()).step_s_per_byte == 0.0
 
 
-def test_the_forward_reads_parameters_when_it_waits_for_them() -> None:
+def test_needs_are_where_the_forward_waits() -> None:
     # It reads "a" after 1 ms and waits 3 ms; the other bucket is read 2 ms later, and what it waited for is there.
     computation = computation_with_gathers((1, 8000, -0.010, 0.001, 0.004), (0, 4000, -0.008, 0.006, 0.006))
     assert computation.forward_s == pytest.approx(0.017)
@@ -155,53 +157,52 @@ def test_the_forward_reads_parameters_when_it_waits_for_them() -> None:
     assert computation.needed_s == pytest.approx([0.001, 0.003, 0.003 + 0.014 * 3 / 4])
 
 
-def test_a_bucket_that_is_read_first_may_be_the_one_whose_gradients_come_first() -> None:
+def test_needs_in_the_order_of_gradients() -> None:
     computation = computation_with_gathers((1, 8000, -0.010, 0.006, 0.006), (0, 4000, -0.008, 0.002, 0.002))
     assert computation.needed_s == pytest.approx([0.006, 0.002, 0.002 + 0.004 * 3 / 4])
 
 
-def test_a_parameter_that_the_backward_waits_for_is_needed_at_the_end_of_the_forward() -> None:
+def test_needs_of_the_backward() -> None:
     computation = computation_with_gathers((1, 8000, -0.010, 0.0, 0.0), (0, 4000, -0.008, 0.030, 0.031))
     assert computation.needed_s == pytest.approx([0.0, 0.020, 0.020])
 
 
-def test_a_report_comes_back_from_its_json_with_the_same_costs() -> None:
+def test_json_has_the_same_costs() -> None:
     again = StepReport.from_json(measured().to_json())
-    assert collective_of(again, 3) == collective_of(measured(), 3)
+    assert collective_of(again) == collective_of(measured())
 
 
-def test_the_profile_of_another_model_is_refused_with_both_sides() -> None:
+def test_all_reduce_of_a_sharded_optimizer() -> None:
+    """A reduction and a gather together; gathers here take twice as long as reductions."""
+
+    def done(transfer: Transfer) -> Transfer:
+        end = transfer.launched + 2 * LINK.time_s(transfer.num_bytes)
+        return replace(transfer, done=end) if transfer.kind == "gather" else transfer
+
+    report, times = measured(), [(1, 8000, -0.060, None, None), (0, 4000, -0.030, None, None)]
+    ranks_of = [[with_gathers(rank, times) for rank in step.ranks] for step in report.steps]
+    steps = tuple(
+        replace(step, ranks=tuple(replace(rank, transfers=tuple(map(done, rank.transfers))) for rank in ranks))
+        for step, ranks in zip(report.steps, ranks_of, strict=True)
+    )
+    both = all_reduce_of(replace(report, steps=steps))
+    assert (both.latency_s, both.s_per_byte) == pytest.approx((3 * LATENCY_S, 3 * S_PER_BYTE))
+    assert all_reduce_of(report).latency_s == pytest.approx(LATENCY_S)
+
+
+def test_profiles_that_say_too_little() -> None:
     with pytest.raises(
-        ValueError,
-        match=r"the profile is of Net with 3 parameters, and this model has 2; only in the profile: b, c; only in the"
-        " model: d. Measure this model",
+        ValueError, match="the profile has gather transfers of 0 sizes whose end is known, and a latency"
     ):
-        computation_of(measured(), ["a", "d"], [1, 1])
+        collective_of(measured(), "gather")
+    with pytest.raises(ValueError, match="the profile has 0 steps, and none in which every bucket is reduced; measure"):
+        computation_of(replace(measured(), steps=()))
 
 
-def test_the_link_of_another_world_is_refused_with_both_sides() -> None:
-    with pytest.raises(ValueError, match="the profile is of 3 ranks, and the plan is for 64; pass --bandwidth and"):
-        collective_of(measured(), 64)
-
-
-def test_a_profile_without_what_is_asked_is_refused() -> None:
-    with pytest.raises(ValueError, match="the profile has gather transfers of 0 sizes, and a latency and a rate need"):
-        collective_of(measured(), 3, "gather")
-    with pytest.raises(ValueError, match="the profile has 0 steps, and not every bucket is reduced in one; measure"):
-        computation_of(replace(measured(), steps=[]), NAMES, NUM_BYTES)
-
-
-def test_more_bytes_that_take_no_longer_are_no_rate() -> None:
+def test_times_that_give_no_rate() -> None:
     report = measured()
-    infos = tuple(replace(info, num_bytes=12_000 - info.num_bytes) for info in report.buckets)
-    with pytest.raises(ValueError, match=r"4000 bytes take 9\.000 ms and 8000 bytes take 5\.000 ms, which is no"):
-        collective_of(replace(report, buckets=infos), 3)
-
-
-@pytest.mark.parametrize("factor", [0.5, 2])
-def test_a_report_of_other_shapes_or_another_dtype_is_refused_with_both_sizes(factor: float) -> None:
-    sizes = [int(size * factor) for size in NUM_BYTES]
+    swapped = BucketPlan(renumbered(report.plan.buckets[::-1]))
     with pytest.raises(
-        ValueError, match=r"the profile's bucket 0 has \d+ bytes, and this model's gradients of .* have"
+        ValueError, match=r"4000 bytes took 9\.000 ms and 8000 bytes took 5\.000 ms, so the times give no"
     ):
-        computation_of(measured(), NAMES, sizes)
+        collective_of(replace(report, plan=swapped))

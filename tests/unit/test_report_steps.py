@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reported_steps import rank_step, reduce, report_of, step_with_late_rank
+from simulated_steps import rank_step, reduce, report_of, step_with_late_rank
 
-from ddp_compile.report.over_ranks import covered
-from ddp_compile.report.steps import Step, StepReport
+from ddp_compile.report.step_report import StepReport
+from ddp_compile.report.steps import Step, union_length
 
 
-def test_transfer_is_told_from_the_wait_for_a_late_rank() -> None:
+def test_late_rank() -> None:
     step = step_with_late_rank()
     assert step.transfer_s(0) == pytest.approx(0.03)
     assert step.transfer_s(1) == pytest.approx(0.02)  # from the last launch on
@@ -25,14 +26,14 @@ def test_transfer_is_told_from_the_wait_for_a_late_rank() -> None:
     assert step.duration_s == pytest.approx(0.092)
 
 
-def test_transfers_take_turns_on_one_link() -> None:
+def test_one_link() -> None:
     both = (reduce(0, 0.01, 0.04, 0.03, 0.04), reduce(1, 0.02, 0.05, 0.04, 0.05))
     step = Step(number=1, ranks=(rank_step(0, *both),))
     assert step.transfer_s(1) == pytest.approx(0.01)
     assert step.communication_s == pytest.approx(0.04)
 
 
-def test_a_wait_before_the_last_launch_is_not_exposed() -> None:
+def test_wait_before_last_launch() -> None:
     step = Step(
         number=1,
         ranks=(rank_step(0, reduce(0, 0.01, 0.09, 0.02, 0.09)), rank_step(1, reduce(0, 0.08, 0.09, 0.08, 0.09))),
@@ -40,7 +41,7 @@ def test_a_wait_before_the_last_launch_is_not_exposed() -> None:
     assert step.exposed_s == pytest.approx(0.01) and step.of_rank(0).exposed_s == pytest.approx(0.07)
 
 
-def test_launches_waits_and_drains_are_not_computation() -> None:
+def test_computation() -> None:
     gather = reduce(0, -0.02, 0.01, 0.0, 0.01, kind="gather", launch_returned=0.005)  # launched before the step
     slow = reduce(0, 0.04, 0.09, 0.08, 0.09, launch_returned=0.07)
     rank = rank_step(0, gather, slow, drained_s=0.006)
@@ -51,19 +52,19 @@ def test_launches_waits_and_drains_are_not_computation() -> None:
     assert step.exposed_s == pytest.approx(0.026) and step.drained_s == 0.006
 
 
-def test_what_is_not_known_is_none() -> None:
+def test_unknown_end() -> None:
     step = Step(number=1, ranks=(rank_step(0, reduce(0, 0.01, None, 0.02, 0.03), reduce(1, 0.02, 0.05, 0.04, 0.05)),))
     assert step.communication_s is None and step.transfer_s(0) is None
     assert step.transfer_s(1) == pytest.approx(0.03)
 
 
-def test_a_bucket_that_was_launched_twice_counts_twice() -> None:
+def test_bucket_launched_twice() -> None:
     step = Step(number=1, ranks=(rank_step(0, reduce(0, 0.01, 0.02, 0.02, 0.02), reduce(0, 0.05, 0.09, 0.06, 0.09)),))
     assert step.transfer_s(0) == pytest.approx(0.05)
     assert step.exposed_by_bucket == pytest.approx({0: 0.03})
 
 
-def test_without_communication_there_is_nothing_to_say() -> None:
+def test_no_communication() -> None:
     step = Step(number=1, ranks=(rank_step(0),))
     assert (step.communication_s, step.exposed_s, step.most_exposed_bucket) == (0, 0, None)
     assert step.lateness_s(0) == 0 and step.computation_s == step.duration_s
@@ -72,21 +73,38 @@ def test_without_communication_there_is_nothing_to_say() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda s: s.transfer_s(2), IndexError, "bucket=2 has no reduce in step 7; the buckets that have: 0, 1"),
+        (lambda s: s.transfer_s(2), IndexError, "bucket=2 has no reduce in step 7; buckets that have one: 0, 1"),
         (
             lambda s: s.transfer_s(0, "gather"),
             IndexError,
-            "bucket=0 has no gather in step 7; the buckets that have: none",
+            "bucket=0 has no gather in step 7; buckets that have one: none",
         ),
         (lambda s: s.lateness_s(0), ValueError, "rank=0 is not in step 7; it has the ranks 2, 3"),
         (lambda s: s.of_rank(4), ValueError, "rank=4 is not in step 7; it has the ranks 2, 3"),
-        (lambda _: StepReport.from_json("{}"), ValueError, "not the JSON of a StepReport: KeyError"),
-        (lambda _: StepReport.from_json("[1"), ValueError, "not the JSON of a StepReport: JSONDecodeError"),
+        (
+            lambda _: StepReport.from_json("{}"),
+            ValueError,
+            "not the JSON of a StepReport: bucket plan is malformed: plan",
+        ),
+        (lambda _: StepReport.from_json("[1"), ValueError, "not the JSON of a StepReport: Expecting ',' delimiter"),
+        (lambda _: StepReport.from_json("[1]"), ValueError, "not the JSON of a StepReport: it is a list"),
+        (lambda _: StepReport.from_json(with_kind("sent")), ValueError, r"transfers\[0\].kind is 'sent', not one of"),
+        (
+            lambda _: StepReport.from_json(with_kind(None)),
+            ValueError,
+            r"report.steps\[0\].ranks\[0\].transfers\[0\].kind",
+        ),
     ],
 )
-def test_bad_input_is_refused_with_what_there_is(call: Any, error: type[Exception], message: str) -> None:
+def test_bad_input(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(step_with_late_rank())
+
+
+def with_kind(kind: Any) -> str:
+    document = json.loads(report_of(step_with_late_rank()).to_json())
+    document["steps"][0]["ranks"][0]["transfers"][0]["kind"] = kind
+    return json.dumps(document)
 
 
 def test_json_and_back() -> None:
@@ -95,5 +113,5 @@ def test_json_and_back() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40))))
-def test_covered_is_the_length_of_the_union(intervals: list[tuple[int, int]]) -> None:
-    assert covered(intervals) == len({i for begin, end in intervals for i in range(begin, end)})
+def test_union_length(intervals: list[tuple[int, int]]) -> None:
+    assert union_length(intervals) == len({i for begin, end in intervals for i in range(begin, end)})
