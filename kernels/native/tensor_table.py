@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ddp_compile.kernels.contract import layout
@@ -91,6 +92,21 @@ class NativeTensorTable:
             layout.check_memory(tensors, places, flat, written=True)
             raise AssertionError("the library reported an overlap that does not exist")
         return list(others)
+
+    def numels(self) -> Tensor:
+        """Elements of each tensor; int64, on the CPU."""
+        return self._copied(self._library.table_numels(self.handle))
+
+    def offsets(self) -> Tensor:
+        """Where each tensor's place begins, in elements of the flat buffer; int64, on the CPU."""
+        return self._copied(self._library.table_offsets(self.handle))
+
+    def _copied(self, integers: ctypes._Pointer[ctypes.c_int64]) -> Tensor:
+        count = self._library.table_size(self.handle)
+        # Users may have set another default device.
+        result = torch.empty(count, dtype=torch.int64, device="cpu")
+        ctypes.memmove(result.data_ptr(), integers, 8 * count)
+        return result
 
     def shape(self, index: int) -> list[int]:
         num_dims = ctypes.c_int64()

@@ -1,16 +1,17 @@
-"""Implementations and values for the tests of the kernels, and comparisons of results."""
+"""Values for the tests of the kernels, comparisons of results, and a way to run the reference."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from ddp_compile import kernels
+from ddp_compile.kernels import executors
+from ddp_compile.kernels.native import library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -28,13 +29,14 @@ def values_of(
     misaligned_by: int = 0,
     special: Sequence[float] = SPECIAL,
     exponents: tuple[int, int] = (-9, 9),
+    device: str = "cpu",
 ) -> Tensor:
     """Numbers over many orders of magnitude, a fifth of them special, ``misaligned_by`` elements into their memory."""
-    generator = torch.Generator().manual_seed(seed)
+    options = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
     numel += misaligned_by
-    values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(*exponents, (numel,), generator=generator)
-    chosen = torch.tensor(special)[torch.randint(len(special), (numel,), generator=generator)]
-    return torch.where(torch.rand(numel, generator=generator) < 0.2, chosen, values).to(dtype)[misaligned_by:]
+    values = torch.randn(numel, **options) * 10.0 ** torch.randint(*exponents, (numel,), **options)
+    chosen = torch.tensor(special, device=device)[torch.randint(len(special), (numel,), **options)]
+    return torch.where(torch.rand(numel, **options) < 0.2, chosen, values).to(dtype)[misaligned_by:]
 
 
 def every_alignment(numels: Sequence[int], dtype: torch.dtype) -> tuple[list[Tensor], list[int], int]:
@@ -76,28 +78,12 @@ OTHER_BUILDS = {
 }
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The kernels with one ``implementation``, as a caller would ask for it."""
-
-    implementation: str | None
-
-    def flatten_scale(self, tensors: Sequence[Tensor], flat: Tensor, scale: float, **options: Any) -> Any:
-        return kernels.flatten_scale(tensors, flat, scale, implementation=self.implementation, **options)
-
-    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0, **options: Any) -> Any:
-        return kernels.unflatten(flat, tensors, scale, implementation=self.implementation, **options)
-
-    def plan(
-        self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None
-    ) -> kernels.FlattenPlan:
-        return kernels.FlattenPlan.for_bucket(tensors, flat, offsets, implementation=self.implementation)
-
-    def compress(self, values: Tensor, num_chunks: int = 1, skip_chunk: int | None = None) -> Tensor:
-        return kernels.minmax_u8_compress(values, num_chunks, skip_chunk=skip_chunk, implementation=self.implementation)
-
-    def decompress(self, compressed: Tensor, out: Tensor, accumulate: bool = False) -> None:
-        kernels.minmax_u8_decompress(compressed, out, accumulate=accumulate, implementation=self.implementation)
-
-    def average_into(self, x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
-        kernels.average_into(x, total, copy, count, implementation=self.implementation)
+@contextmanager
+def using(implementation: str) -> Iterator[None]:
+    """Inside, "native" or "reference" moves tensors on the CPU."""
+    if implementation == "native":
+        library.load()  # nothing may pass because it is missing
+        yield
+    else:
+        with mock.patch.object(executors, "available", lambda device: ("reference", "the test asks for it")):
+            yield

@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_values import DTYPES, Asked
+from kernel_values import DTYPES
 from torch import Tensor, ones
 
+from ddp_compile.kernels import FlattenPlan, flatten_scale, unflatten
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
+
+pytestmark = pytest.mark.usefixtures("implementation")
 
 SHAPES = [(3, 4), (), (5,), (0,), (2, 1, 3), (1,)]
 
@@ -31,11 +34,11 @@ def packed_double(tensors: list[Tensor], scale: float) -> Tensor:
 @pytest.mark.parametrize("flat_dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_both_ways_are_products_rounded_to_the_dtype_they_write(
-    asked: Asked, dtype: torch.dtype, flat_dtype: torch.dtype, scale: float
+    dtype: torch.dtype, flat_dtype: torch.dtype, scale: float
 ) -> None:
     tensors = [*random_tensors(dtype), torch.randn(9001).to(dtype), torch.randn(3, 4).to(dtype)[:, :2]]
     flat = torch.full((num_elements(tensors),), float("nan"), dtype=flat_dtype)
-    plan = asked.plan(tensors, flat)
+    plan = FlattenPlan.for_bucket(tensors, flat)
     stats = plan.flatten(tensors, scale, with_stats=True)
     expected = packed_double(tensors, scale)
     eps = max(torch.finfo(dtype).eps, torch.finfo(flat_dtype).eps)
@@ -52,30 +55,17 @@ def test_both_ways_are_products_rounded_to_the_dtype_they_write(
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_gaps_between_offsets_are_left_alone(asked: Asked, scale: float) -> None:
-    tensors = [ones(3), ones(2)]
-    flat = torch.full((16,), 7.0)
-    asked.flatten_scale(tensors, flat, scale, offsets=[2, 9])
-    s = scale
-    assert flat.tolist() == [7, 7, s, s, s, 7, 7, 7, 7, s, s, 7, 7, 7, 7, 7]
-    flat[[0, 1, 5, 8, 11]] = float("nan")
-    back = [torch.zeros(3), torch.zeros(2)]
-    asked.unflatten(flat, back, offsets=[2, 9])
-    assert torch.cat(back).tolist() == [s] * 5
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_a_tensor_that_lies_in_its_place_already_is_only_scaled(asked: Asked, scale: float) -> None:
+def test_a_tensor_that_lies_in_its_place_already_is_only_scaled(scale: float) -> None:
     flat = torch.arange(8.0)
     placed, other = flat[:3], torch.full((5,), 10.0)
-    asked.flatten_scale([placed, other], flat, scale)
+    flatten_scale([placed, other], flat, scale)
     assert flat.tolist() == [0, scale, 2 * scale] + [10 * scale] * 5
 
 
-def test_a_channels_last_weight_gets_a_view_of_its_own_strides(asked: Asked) -> None:
+def test_a_channels_last_weight_gets_a_view_of_its_own_strides() -> None:
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     flat = torch.zeros(50)
-    plan = asked.plan([weight], flat, offsets=[2])
+    plan = FlattenPlan.for_bucket([weight], flat, offsets=[2])
     assert plan.views[0].stride() == weight.stride() and plan.views[0].storage_offset() == 2
     plan.flatten([weight], 0.5)
     assert torch.equal(plan.views[0], weight * 0.5)
@@ -83,40 +73,14 @@ def test_a_channels_last_weight_gets_a_view_of_its_own_strides(asked: Asked) -> 
     assert torch.equal(flat[2:], weight.permute(0, 2, 3, 1).reshape(-1) * 0.5)
 
 
-def test_a_tensor_with_gaps_gets_a_contiguous_view(asked: Asked) -> None:
-    sliced = torch.arange(12.0).view(3, 4)[:, :2]
-    flat = torch.zeros(6)
-    plan = asked.plan([sliced], flat)
-    assert plan.views[0].is_contiguous()
-    plan.flatten([sliced], 1.0)
-    assert flat.tolist() == [0, 1, 4, 5, 8, 9]
-    plan.unflatten([sliced], 2.0)
-    assert sliced.tolist() == [[0, 2], [8, 10], [16, 18]]
-
-
-def test_gradients_of_other_strides_than_the_plans_are_taken(asked: Asked) -> None:
-    weight = torch.randn(3, 4)
-    plan = asked.plan([weight], torch.zeros(12))
-    for scale in (1.0, 0.5):
-        plan.flatten([weight.t().contiguous().t()], scale)
-        assert torch.equal(plan.views[0], weight * scale)
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_neither_way_records_gradients(asked: Asked, scale: float) -> None:
+def test_neither_way_records_gradients(scale: float) -> None:
     parameter = torch.nn.Parameter(ones(4))
     flat = torch.zeros(4)
-    asked.flatten_scale([parameter], flat, scale)
+    flatten_scale([parameter], flat, scale)
     assert not flat.requires_grad and flat.tolist() == [scale] * 4
-    asked.unflatten(flat, [parameter], scale)
+    unflatten(flat, [parameter], scale)
     assert parameter.is_leaf and parameter.tolist() == [scale * scale] * 4
-
-
-def test_no_tensors_write_nothing(asked: Asked) -> None:
-    flat = ones(2)
-    asked.flatten_scale([], flat, 0.5)
-    asked.unflatten(flat, [])
-    assert flat.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -135,13 +99,13 @@ def test_no_tensors_write_nothing(asked: Asked) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_values(
-    asked: Asked, tensors: list[Tensor], flat: Tensor, offsets: list[int] | None, message: str
+    tensors: list[Tensor], flat: Tensor, offsets: list[int] | None, message: str
 ) -> None:
     before = flat.clone()
     with pytest.raises(ValueError, match=message):
-        asked.flatten_scale(tensors, flat, 1.0, offsets=offsets)
+        flatten_scale(tensors, flat, 1.0, offsets=offsets)
     with pytest.raises(ValueError, match=message):
-        asked.unflatten(flat, tensors, offsets=offsets)
+        unflatten(flat, tensors, offsets=offsets)
     assert torch.equal(flat, before)
 
 
@@ -162,11 +126,6 @@ def test_dense_tensors_are_those_without_gaps_or_overlap(tensor: Tensor, expecte
     assert is_non_overlapping_and_dense(tensor) is expected
 
 
-def test_a_plan_says_what_moves_its_tensors(asked: Asked) -> None:
-    plan = asked.plan([ones(2)], ones(2))
-    assert plan.implementation == ("reference" if asked.implementation == "reference" else "native")
-
-
 @pytest.mark.parametrize(
     ("tensors", "error", "message"),
     [
@@ -180,10 +139,10 @@ def test_a_plan_says_what_moves_its_tensors(asked: Asked) -> None:
     ],
 )
 def test_a_plan_refuses_tensors_it_was_not_made_for(
-    asked: Asked, tensors: list[Tensor], error: type[Exception], message: str
+    tensors: list[Tensor], error: type[Exception], message: str
 ) -> None:
     flat = torch.full((6,), 7.0)
-    plan = asked.plan([ones(2), ones(2, 2)], flat)
+    plan = FlattenPlan.for_bucket([ones(2), ones(2, 2)], flat)
     for call in (lambda: plan.flatten(tensors, 0.5), lambda: plan.unflatten(tensors)):
         with pytest.raises(error, match=message):
             call()
@@ -199,25 +158,25 @@ def test_a_plan_refuses_tensors_it_was_not_made_for(
     ],
 )
 def test_memory_of_the_flat_buffer_outside_of_a_tensors_place_is_refused(
-    asked: Asked, astray: int, tensors: Callable[[Tensor], list[Tensor]]
+    astray: int, tensors: Callable[[Tensor], list[Tensor]]
 ) -> None:
     flat = torch.arange(6.0)
-    plan = asked.plan([torch.zeros(2), torch.zeros(2, 2)], flat)
+    plan = FlattenPlan.for_bucket([torch.zeros(2), torch.zeros(2, 2)], flat)
     for call in (plan.flatten, plan.unflatten):
         for scale in (1.0, 0.5):
             with pytest.raises(ValueError, match=f"tensor {astray} shares memory with flat but is not in its"):
                 call(tensors(flat), scale)
     with pytest.raises(ValueError, match="tensor 0 shares memory with flat"):
-        asked.flatten_scale([flat[:1].expand(4)], flat, 0.5)
+        flatten_scale([flat[:1].expand(4)], flat, 0.5)
     assert flat.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_tensors_that_share_memory_are_read_but_not_written(asked: Asked) -> None:
+def test_tensors_that_share_memory_are_read_but_not_written() -> None:
     memory = torch.arange(5.0)
     shared, flat = [memory[:3], memory[2:]], torch.zeros(6)
-    asked.flatten_scale(shared, flat, 2.0)
+    flatten_scale(shared, flat, 2.0)
     assert flat.tolist() == [0, 2, 4, 4, 6, 8]
-    plan = asked.plan(shared, flat)
+    plan = FlattenPlan.for_bucket(shared, flat)
     plan.unflatten([torch.zeros(3), torch.zeros(3)])
     for _ in range(2):
         with pytest.raises(ValueError, match="tensors 0 and 1 share memory"):
@@ -225,39 +184,27 @@ def test_tensors_that_share_memory_are_read_but_not_written(asked: Asked) -> Non
     assert memory.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_written_tensor_has_a_new_version(asked: Asked) -> None:
+def test_a_written_tensor_has_a_new_version() -> None:
     """Autograd has to notice that a tensor which it saved for a backward has been written."""
     flat, tensor = ones(2), ones(2)
     weight = ones(2, requires_grad=True)
     product = weight * tensor
-    asked.plan([tensor], flat).unflatten([tensor])
+    FlattenPlan.for_bucket([tensor], flat).unflatten([tensor])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
 
-def test_each_write_counts_once_for_each_tensor(asked: Asked) -> None:
+def test_each_write_counts_once_for_each_tensor() -> None:
     """Also for a tensor that torch's own operations write: `ParameterGate` tells other writes by it."""
-    tensors = [ones(2), ones(3) if asked.implementation else ones(6)[::2]]
+    tensors = [ones(2), ones(6)[::2]]
     before = [tensor._version for tensor in tensors]
-    asked.plan(tensors, torch.zeros(5)).unflatten(tensors, 0.5)
+    FlattenPlan.for_bucket(tensors, torch.zeros(5)).unflatten(tensors, 0.5)
     assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
 
 
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-@pytest.mark.parametrize("position", [0, 70, 129])
-def test_one_bad_value_anywhere_is_noticed_and_passed_on(asked: Asked, bad: float, position: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        tensor = ones(130, dtype=dtype)
-        tensor[position] = bad
-        flat = torch.empty(133, dtype=dtype)
-        stats = asked.flatten_scale([ones(3), tensor], flat, 0.5, with_stats=True)
-        assert stats.non_finite.item() is True
-        torch.testing.assert_close(flat[3:], tensor * 0.5, rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_value_that_overflows_in_the_flat_buffers_dtype_is_not_finite(asked: Asked) -> None:
+def test_a_value_that_overflows_in_the_flat_buffers_dtype_is_not_finite() -> None:
     flat = torch.empty(100, dtype=torch.float16)
-    assert asked.flatten_scale([torch.full((100,), 65519.0)], flat, 1.0, with_stats=True).non_finite.item() is False
-    stats = asked.flatten_scale([torch.full((100,), 65520.0)], flat, 1.0, with_stats=True)
+    assert flatten_scale([torch.full((100,), 65519.0)], flat, 1.0, with_stats=True).non_finite.item() is False
+    stats = flatten_scale([torch.full((100,), 65520.0)], flat, 1.0, with_stats=True)
     assert stats.non_finite.item() is True and flat.isinf().all()
     assert stats.sum_of_squares.item() == pytest.approx(100 * 65520.0**2)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_values import DTYPES, same_bits
+from kernel_values import DTYPES, same_bits, using
 from process_copies import run_in_copy
 from torch import Tensor
 
@@ -41,11 +41,11 @@ def new_outs(values: Tensor, num_chunks: int) -> list[Tensor]:
 def everything(values: Tensor, num_chunks: int, outs: list[Tensor]) -> None:
     """Run each kernel on the same values."""
     rows, out, flat, x = outs
-    rows.copy_(kernels.minmax_u8_compress(values, num_chunks, implementation="native"))
-    kernels.minmax_u8_decompress(rows, out, implementation="native")
-    kernels.minmax_u8_decompress(rows, out, accumulate=True, implementation="native")
-    kernels.flatten_scale([values[:5], values[5:]], flat, 1 / 3, implementation="native")
-    kernels.average_into(x.fill_(1), flat, out, 3, implementation="native")
+    rows.copy_(kernels.minmax_u8_compress(values, num_chunks))
+    kernels.minmax_u8_decompress(rows, out)
+    kernels.minmax_u8_decompress(rows, out, accumulate=True)
+    kernels.flatten_scale([values[:5], values[5:]], flat, 1 / 3)
+    kernels.average_into(x.fill_(1), flat, out, 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,7 +58,8 @@ def test_every_bit_is_that_of_one_thread(set_threads: SetThreads, dtype: torch.d
     set_threads(1)
     expected = new_outs(values, num_chunks)
     everything(values, num_chunks, expected)
-    assert torch.equal(expected[0], kernels.minmax_u8_compress(values, num_chunks, implementation="reference"))
+    with using("reference"):
+        assert torch.equal(expected[0], kernels.minmax_u8_compress(values, num_chunks))
     for num_threads in (2, 3):
         set_threads(num_threads)
         found = new_outs(values, num_chunks)
@@ -73,7 +74,7 @@ def test_a_bad_value_in_one_threads_part_makes_the_whole_chunk_nan(set_threads: 
     values[position] = float("inf")
     set_threads(3)
     out = torch.zeros_like(values)
-    kernels.minmax_u8_decompress(kernels.minmax_u8_compress(values, implementation="native"), out)
+    kernels.minmax_u8_decompress(kernels.minmax_u8_compress(values), out)
     assert out.isnan().all()
 
 
@@ -83,9 +84,7 @@ def test_the_sum_of_squares_depends_on_threads_in_its_last_bits_alone(set_thread
     for num_threads in (1, 3, 7):
         set_threads(num_threads)
         flat = torch.empty(sum(t.numel() for t in tensors), dtype=torch.bfloat16)
-        runs = [
-            FlattenPlan(tensors, flat, implementation="native").flatten(tensors, 0.3, with_stats=True) for _ in "12"
-        ]
+        runs = [FlattenPlan(tensors, flat).flatten(tensors, 0.3, with_stats=True) for _ in "12"]
         assert runs[0] is not None and runs[1] is not None
         assert runs[0].sum_of_squares == runs[1].sum_of_squares
         sums.append(runs[0].sum_of_squares)
@@ -120,10 +119,10 @@ def test_as_many_threads_as_are_set_and_one_for_small_tensors(set_threads: SetTh
         values = torch.rand(numel)
         rows, other = kernels.minmax_u8_compress(values), torch.ones(numel)
         call = {
-            "compress": lambda: kernels.minmax_u8_compress(values, 3, implementation="native"),
-            "decompress": lambda: kernels.minmax_u8_decompress(rows, other, implementation="native"),
-            "average_into": lambda: kernels.average_into(other, values, values, 2, implementation="native"),
-            "flatten": lambda: kernels.flatten_scale([values], other, 0.5, implementation="native"),
+            "compress": lambda: kernels.minmax_u8_compress(values, 3),
+            "decompress": lambda: kernels.minmax_u8_decompress(rows, other),
+            "average_into": lambda: kernels.average_into(other, values, values, 2),
+            "flatten": lambda: kernels.flatten_scale([values], other, 0.5),
         }[op]
         return lambda: [call() for _ in range(times)] and None
 

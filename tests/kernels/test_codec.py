@@ -7,89 +7,87 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_values import DTYPES, Asked
+from kernel_values import DTYPES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ddp_compile.kernels import average_into, minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.kernels.contract import reference
 
+pytestmark = pytest.mark.usefixtures("implementation")
 
-def iteration_trip(asked: Asked, values: Tensor, num_chunks: int = 1) -> Tensor:
+
+def round_trip(values: Tensor, num_chunks: int = 1) -> Tensor:
     out = torch.full_like(values, 7.0)
-    asked.decompress(asked.compress(values, num_chunks), out)
+    minmax_u8_decompress(minmax_u8_compress(values, num_chunks), out)
     return out
 
 
 @pytest.mark.parametrize("exponent", [*range(-38, 38, 4), 38])
-def test_the_error_is_half_a_step_at_every_scale(asked: Asked, exponent: int) -> None:
+def test_the_error_is_half_a_step_at_every_scale(exponent: int) -> None:
     """Up to a range that float32 does not hold."""
     values = (torch.rand(1001, generator=torch.Generator().manual_seed(exponent)) * 6 - 3) * 10.0**exponent
-    error = (iteration_trip(asked, values).double() - values.double()).abs()
+    error = (round_trip(values).double() - values.double()).abs()
     step = (values.max().double() - values.min().double()) / 255
     rounding = values.double().abs() * 2.0**-24 + 1.5e-45
     assert (error <= step / 2 * (1 + 1e-9) + rounding).all()
 
 
-def test_what_wrapped_iteration_in_the_origin_is_clamped(asked: Asked) -> None:
-    assert iteration_trip(asked, torch.tensor([1.5, -253.5, 0.0])).tolist() == [1.5, -253.5, 0.5]
+def test_what_wrapped_iteration_in_the_origin_is_clamped() -> None:
+    assert round_trip(torch.tensor([1.5, -253.5, 0.0])).tolist() == [1.5, -253.5, 0.5]
 
 
 @pytest.mark.parametrize("constant", [0.0, -0.0, 1e30, -3.4e38, 1e-45, 1.0])
-def test_a_constant_comes_back_exactly(asked: Asked, constant: float) -> None:
-    assert iteration_trip(asked, torch.full((37,), constant)).tolist() == [torch.tensor(constant).item()] * 37
+def test_a_constant_comes_back_exactly(constant: float) -> None:
+    assert round_trip(torch.full((37,), constant)).tolist() == [torch.tensor(constant).item()] * 37
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("position", [0, 40, 66])
-def test_a_chunk_with_a_bad_value_becomes_nan_and_no_other_chunk_does(asked: Asked, bad: float, position: int) -> None:
+def test_a_chunk_with_a_bad_value_becomes_nan_and_no_other_chunk_does(bad: float, position: int) -> None:
     values = torch.linspace(0, 1, 201)
     values[67 + position] = bad
-    out = iteration_trip(asked, values, num_chunks=3)
+    out = round_trip(values, num_chunks=3)
     assert out[67:134].isnan().all()
     assert out[:67].isfinite().all() and out[134:].isfinite().all()
 
 
-def test_the_last_chunks_may_be_short_or_empty(asked: Asked) -> None:
+def test_the_last_chunks_may_be_short_or_empty() -> None:
     values = torch.arange(1.0, 6.0)
-    rows = asked.compress(values, num_chunks=4)  # chunks of 2, 2, 1 and 0
+    rows = minmax_u8_compress(values, num_chunks=4)  # chunks of 2, 2, 1 and 0
     assert rows.shape == (4, 16)
     headers = rows[:, :8].contiguous().view(torch.float32)
     assert headers.tolist() == [[1, 2], [3, 4], [5, 5], [0, 0]]
     assert rows[:, 8:].tolist() == [[0, 255] + [0] * 6, [0, 255] + [0] * 6, [0] * 8, [0] * 8]
-    assert iteration_trip(asked, values, num_chunks=4).tolist() == values.tolist()
+    assert round_trip(values, num_chunks=4).tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("numel", [0, 1, 5, 40, 1001])
 @pytest.mark.parametrize("skip_chunk", range(4))
-def test_a_chunk_that_is_skipped_changes_no_other_one(asked: Asked, numel: int, skip_chunk: int) -> None:
+def test_a_chunk_that_is_skipped_changes_no_other_one(numel: int, skip_chunk: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     others = torch.arange(4) != skip_chunk
-    assert torch.equal(asked.compress(values, 4, skip_chunk)[others], asked.compress(values, 4)[others])
+    assert torch.equal(
+        minmax_u8_compress(values, 4, skip_chunk=skip_chunk)[others], minmax_u8_compress(values, 4)[others]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_are_added_in_float32(asked: Asked, dtype: torch.dtype) -> None:
+def test_values_are_added_in_float32(dtype: torch.dtype) -> None:
     values = torch.randn(1001, generator=torch.Generator().manual_seed(1))
     out = torch.randn(1001, generator=torch.Generator().manual_seed(2)).to(dtype)
-    expected = (out.float() + iteration_trip(asked, values, num_chunks=3)).to(dtype)
-    asked.decompress(asked.compress(values, 3), out, accumulate=True)
+    expected = (out.float() + round_trip(values, num_chunks=3)).to(dtype)
+    minmax_u8_decompress(minmax_u8_compress(values, 3), out, accumulate=True)
     assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 3])
-def test_nothing_is_compressed_to_headers(asked: Asked, num_chunks: int) -> None:
-    rows = asked.compress(torch.empty(0), num_chunks)
-    assert rows.shape == (num_chunks, 16) and not rows.any()
-    asked.decompress(rows, torch.empty(0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 1000])
-def test_the_averaging_update(asked: Asked, dtype: torch.dtype, numel: int) -> None:
+def test_the_averaging_update(dtype: torch.dtype, numel: int) -> None:
     x, total, copy = (torch.randn(numel, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3))
     expected = (x.float() + (total.float() / 3 - copy.float())).to(dtype)
-    asked.average_into(x, total, copy, 3)
+    average_into(x, total, copy, 3)
     assert torch.equal(x, expected)
 
 
@@ -102,15 +100,15 @@ def test_the_averaging_update(asked: Asked, dtype: torch.dtype, numel: int) -> N
         (torch.ones(4), 0, "num_chunks=0 must be at least 1"),
     ],
 )
-def test_compress_refuses(asked: Asked, values: Tensor, num_chunks: int, message: str) -> None:
+def test_compress_refuses(values: Tensor, num_chunks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        asked.compress(values, num_chunks)
+        minmax_u8_compress(values, num_chunks)
 
 
 @pytest.mark.parametrize("skip_chunk", [-1, 2])
-def test_compress_refuses_to_skip_what_is_not_there(asked: Asked, skip_chunk: int) -> None:
+def test_compress_refuses_to_skip_what_is_not_there(skip_chunk: int) -> None:
     with pytest.raises(ValueError, match=f"skip_chunk={skip_chunk} must be one of the num_chunks=2 chunks"):
-        asked.compress(torch.ones(4), 2, skip_chunk)
+        minmax_u8_compress(torch.ones(4), 2, skip_chunk=skip_chunk)
 
 
 ROWS = torch.zeros(1, 16, dtype=torch.uint8)
@@ -126,14 +124,14 @@ ROWS = torch.zeros(1, 16, dtype=torch.uint8)
         (ROWS.to("meta"), torch.ones(2), "compressed is on meta but out is on cpu"),
     ],
 )
-def test_decompress_refuses(asked: Asked, rows: Tensor, out: Tensor, message: str) -> None:
+def test_decompress_refuses(rows: Tensor, out: Tensor, message: str) -> None:
     before = out.clone()
     with pytest.raises(ValueError, match=message):
-        asked.decompress(rows, out)
+        minmax_u8_decompress(rows, out)
     assert torch.equal(out, before)
 
 
-def test_the_averaging_update_refuses(asked: Asked) -> None:
+def test_the_averaging_update_refuses() -> None:
     x = torch.ones(4)
     for total, copy, count, message in (
         (torch.ones(3), torch.ones(4), 2, "total has 3 elements.*x has 4"),
@@ -142,7 +140,7 @@ def test_the_averaging_update_refuses(asked: Asked) -> None:
         (x[:], torch.ones(4), 2, "total shares memory with x"),
     ):
         with pytest.raises(ValueError, match=message):
-            asked.average_into(x, total, copy, count)
+            average_into(x, total, copy, count)
     assert x.tolist() == [1, 1, 1, 1]
 
 

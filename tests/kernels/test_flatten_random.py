@@ -7,7 +7,7 @@ import torch
 from cuda_emulation import EmulatedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_values import DTYPES, LAYOUTS, same_bits, tensor_of
+from kernel_values import DTYPES, LAYOUTS, same_bits, tensor_of, using
 
 from ddp_compile.kernels import FlattenPlan
 from ddp_compile.kernels.cuda.executor import CudaExecutor
@@ -42,10 +42,11 @@ def check(
     # Gradients may come with other strides than the plan was made for.
     given_tensors = [tensor.contiguous() if i % 3 == 2 else tensor for i, tensor in enumerate(tensors)]
     found = []
-    for implementation in ("reference", None):
+    for implementation in ("reference", "native"):
         flat = torch.full((end + 5,), 7.0, dtype=flat_dtype)
-        plan = FlattenPlan.for_bucket(tensors, flat, offsets, implementation=implementation)
-        if device is not None and implementation is None:
+        with using(implementation):
+            plan = FlattenPlan.for_bucket(tensors, flat, offsets)
+        if device is not None and implementation == "native":
             plan._executor = CudaExecutor(tensors, flat, offsets, device)
         back = [torch.full_like(tensor, 7.0) for tensor in given_tensors]
         stats = [plan.flatten(given_tensors, scale, with_stats=with_stats)]

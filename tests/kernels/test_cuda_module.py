@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +16,14 @@ from process_copies import run_in_copy
 from ddp_compile import kernels
 from ddp_compile.errors import KernelUnavailableError
 from ddp_compile.kernels import executors
-from ddp_compile.kernels.cuda import binary_cache, module
+from ddp_compile.kernels.cuda import module
 from ddp_compile.kernels.cuda.compiler import Compiler
 from ddp_compile.kernels.cuda.driver import CudaDriver
 from ddp_compile.kernels.cuda.module import KernelDevice
 from ddp_compile.kernels.cuda.programs import LARGEST_KERNEL, PROGRAM_OF, PROGRAMS, STATS_KERNEL, Program
+from ddp_compile.kernels.native import library
 
 LARGEST = PROGRAM_OF[LARGEST_KERNEL].name
-NO_DEVICE = "torch sees no CUDA device|was built without CUDA"
 
 
 class CountingDriver:
@@ -79,7 +79,7 @@ class FakeCompiler:
 
 
 @pytest.fixture
-def cuda_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[FakeCompiler]]:
+def cuda_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeCompiler]]:
     """A machine on which torch sees a device; with a compiler and a driver that only pretend."""
     properties = SimpleNamespace(name="Device X", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -90,23 +90,20 @@ def cuda_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ty
     monkeypatch.setattr(module, "Compiler", compiler)
     monkeypatch.setattr(module, "CudaDriver", CountingDriver)
     monkeypatch.setattr(module, "_devices", {})
-    monkeypatch.setenv(binary_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
     executors.available.cache_clear()
     yield compiler
     executors.available.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_the_reason_is_given(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(KernelUnavailableError, match=NO_DEVICE):
-        module.description()
-    for entry in kernels.status():
-        if entry.device_type == "cuda":
-            assert entry.implementation == "reference"
+def test_status_without_device(caplog: pytest.LogCaptureFixture) -> None:
+    _, of_cuda = kernels.status()
+    assert of_cuda.implementation == "reference"
+    assert re.search("torch sees no CUDA device|was built without CUDA", of_cuda.reason)
     assert caplog.text == ""  # nobody asked for CUDA
 
 
-def test_looking_at_the_status_loads_no_bindings_where_there_is_no_device() -> None:
+def test_status_imports_no_bindings_without_device() -> None:
     program = (
         "import sys, torch\n"
         "assert 'ddp_compile' not in sys.modules\n"
@@ -122,64 +119,24 @@ def test_looking_at_the_status_loads_no_bindings_where_there_is_no_device() -> N
     assert ended.exit_code == 0, ended.stderr
 
 
-def test_the_description_names_what_runs(cuda_machine: type[FakeCompiler], tmp_path: Path) -> None:
-    assert module.description() == f"Device X, sm_90, NVRTC 13.0, first kernel compiled into {tmp_path / 'cuda'}"
-    assert cuda_machine.compiled == [LARGEST]
-    module._devices.clear()
-    assert module.description() == f"Device X, sm_90, NVRTC 13.0, first kernel read from {tmp_path / 'cuda'}"
-    assert cuda_machine.compiled == [LARGEST]
-
-
-def test_another_source_nvrtc_or_architecture_is_another_binary(
-    cuda_machine: type[FakeCompiler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes: list[tuple[Any, str, Any]] = [
-        (module, "headers", lambda: {"stats.cuh": "changed"}),
-        (cuda_machine, "version", "13.1"),
-        (cuda_machine, "target", lambda self, capability: "sm_100"),
-    ]
-    module.kernel_device()
-    for number, change in enumerate(changes, start=1):
-        assert len(cuda_machine.compiled) == number
-        monkeypatch.setattr(*change)
-        for _ in range(2):
-            module._devices.clear()
-            (binary,) = module.kernel_device()._driver.loaded  # type: ignore[attr-defined]
-    assert binary == f"{LARGEST} for sm_100".encode()
-    assert len(cuda_machine.compiled) == 4
-
-
-def test_a_device_that_cannot_be_used_is_not_tried_again(
-    cuda_machine: type[FakeCompiler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempts = []
-
-    def fail(self: FakeCompiler, program: Program, target: str) -> bytes:
-        attempts.append(program.name)
-        raise KernelUnavailableError("NVRTC 13.0 cannot compile it: error")
-
-    monkeypatch.setattr(cuda_machine, "compile", fail)
-    for _ in range(2):
-        with pytest.raises(KernelUnavailableError, match=r"^NVRTC 13\.0 cannot compile it: error$"):
-            module.description()
-    assert attempts == [LARGEST]
+def test_status_names_what_compiles(cuda_machine: type[FakeCompiler]) -> None:
+    _, of_cuda = kernels.status()
+    assert of_cuda == ("cuda", "cuda", "Device X, sm_90, NVRTC 13.0")
+    assert kernels.status()[1] == of_cuda and cuda_machine.compiled == [LARGEST]
 
 
 def reason_of_the_reference(caplog: pytest.LogCaptureFixture) -> str:
-    """Why torch's own operations move CUDA tensors, as the registry, the warning and the error say it."""
-    device = torch.device("cuda", 0)
-    assert executors.choose(device, [torch.float32], None) == "reference"
-    (reason,) = {row.reason for row in kernels.status() if row.device_type == "cuda"}
+    """Why torch's own operations move CUDA tensors, as `status` and one warning say."""
+    for _ in range(2):
+        _, of_cuda = kernels.status()
+        assert of_cuda.implementation == "reference"
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
-    assert warning == f"gradients on cuda:0 are moved by torch's own operations: {reason}"
-    with pytest.raises(KernelUnavailableError) as raised:
-        executors.choose(device, [torch.float32], "cuda")
-    assert str(raised.value) == f"implementation='cuda' is not available: {reason}"
-    return reason
+    assert warning == f"gradients on cuda:0 are moved by torch's own operations: {of_cuda.reason}"
+    return of_cuda.reason
 
 
 @pytest.mark.parametrize(("version", "is_too_old"), [(12000, True), (12010, False), (13000, False)])
-def test_a_driver_that_takes_small_arguments_only_is_not_used(
+def test_old_driver_is_not_used(
     cuda_machine: type[FakeCompiler],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -195,11 +152,11 @@ def test_a_driver_that_takes_small_arguments_only_is_not_used(
             reason == "the kernels need a driver for CUDA 12.1 or newer, but this one is for 12.0; install a newer one"
         )
     else:
-        assert executors.choose(torch.device("cuda", 0), [torch.float32], None) == "cuda"
+        assert kernels.status()[1].implementation == "cuda"
         assert api.loaded == [f"{LARGEST} for sm_90".encode()]
 
 
-def test_a_compiler_that_takes_small_arguments_only_is_not_used(
+def test_old_compiler_is_not_used(
     cuda_machine: type[FakeCompiler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def compile_small(self: FakeCompiler, program: Program, target: str) -> bytes:
@@ -211,15 +168,21 @@ def test_a_compiler_that_takes_small_arguments_only_is_not_used(
     assert reason_of_the_reference(caplog) == f"cannot compile {LARGEST}: Formal parameter space overflowed"
 
 
-def test_devices_are_apart(cuda_machine: type[FakeCompiler]) -> None:
-    first, second = (module.kernel_device(torch.device("cuda", ordinal)) for ordinal in (0, 1))
-    assert first is not second
-    assert first is module.kernel_device(torch.device("cuda", 0)) is module.kernel_device()
-    assert cuda_machine.compiled == [LARGEST]  # the second one found it on disk
+def test_cuda_needs_the_library(
+    cuda_machine: type[FakeCompiler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise KernelUnavailableError("the C++ library was not built")
+
+    monkeypatch.setattr(library, "load", refuse)
+    assert executors.choose(torch.device("cuda", 0), torch.float32) == "reference"
+    assert caplog.messages == [
+        "gradients on cuda:0 are moved by torch's own operations: the C++ library was not built",
+    ]
 
 
 @pytest.mark.parametrize("unsupported", [0, 1])
-def test_each_tensor_gets_what_its_own_device_can_run(
+def test_each_device_for_itself(
     cuda_machine: type[FakeCompiler],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -233,27 +196,21 @@ def test_each_tensor_gets_what_its_own_device_can_run(
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
     monkeypatch.setattr(cuda_machine, "target", Compiler.target)
-    dtypes = [torch.float32]
-    for _ in range(2):
-        for ordinal in (0, 1):
-            device = torch.device("cuda", ordinal)
-            expected = "reference" if ordinal == unsupported else "cuda"
-            assert executors.choose(device, dtypes, None) == expected
-            assert executors.choose(device, dtypes, "reference") == "reference"
-    reason = "the kernels need compute capability 8.0 or newer, but the device has 7.0"
-    with pytest.raises(KernelUnavailableError, match=f"implementation='cuda' is not available: {reason}"):
-        executors.choose(torch.device("cuda", unsupported), dtypes, "cuda")
+    for ordinal in (0, 1, 0, 1):
+        expected = "reference" if ordinal == unsupported else "cuda"
+        assert executors.choose(torch.device("cuda", ordinal), torch.float32) == expected
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        f"gradients on cuda:{unsupported} are moved by torch's own operations: {reason}"
+        f"gradients on cuda:{unsupported} are moved by torch's own operations:"
+        " the kernels need compute capability 8.0 or newer, but the device has 7.0"
     ]
     for current in (0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        found = [row for row in kernels.status() if row.device_type == "cuda"]
-        assert {row.implementation for row in found} == {"reference" if current == unsupported else "cuda"}
-        assert all((f"Device {current}" in row.reason) == (current != unsupported) for row in found)
+        _, of_cuda = kernels.status()
+        assert of_cuda.implementation == ("reference" if current == unsupported else "cuda")
+        assert (f"Device {current}" in of_cuda.reason) == (current != unsupported)
 
 
-def test_a_program_is_loaded_once_by_all_threads() -> None:
+def test_threads_load_a_program_once() -> None:
     compiled: list[str] = []
     driver = CountingDriver()
     device = KernelDevice(driver, lambda program: compiled.append(program.name) or b"", lambda: 0, 1, "x")  # type: ignore[func-returns-value]

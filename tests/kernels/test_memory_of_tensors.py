@@ -8,27 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_values import Asked
 from torch import Tensor
+
+from ddp_compile.kernels import FlattenPlan, flatten_scale, minmax_u8_compress, minmax_u8_decompress, unflatten
+
+pytestmark = pytest.mark.usefixtures("implementation")
 
 # Beyond the size from which the C++ library writes past the caches.
 LARGE = 3 << 20
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
-def test_memory_that_is_not_aligned_to_its_elements(asked: Asked, offset: int) -> None:
+def test_memory_that_is_not_aligned_to_its_elements(offset: int) -> None:
     memory = bytearray(4 * LARGE + 8)
     odd = torch.frombuffer(memory, dtype=torch.float32, offset=offset, count=LARGE)
     values = torch.arange(LARGE, dtype=torch.float32)
-    asked.flatten_scale([values], odd, 0.5)
+    flatten_scale([values], odd, 0.5)
     assert torch.equal(odd.clone(), values * 0.5)
-    asked.unflatten(values, [odd], 2.0)
+    unflatten(values, [odd], 2.0)
     assert torch.equal(odd.clone(), values * 2)
 
 
-def test_destinations_that_only_overlap_in_a_wider_dtype(asked: Asked) -> None:
+def test_destinations_that_only_overlap_in_a_wider_dtype() -> None:
     memory = torch.zeros(24, dtype=torch.uint8)
-    plan = asked.plan([torch.zeros(4), torch.zeros(4)], torch.arange(8.0))
+    plan = FlattenPlan.for_bucket([torch.zeros(4), torch.zeros(4)], torch.arange(8.0))
     plan.unflatten([memory[:8].view(torch.float16), memory[8:16].view(torch.float16)])
     wide = [memory[:16].view(torch.float32), memory[8:].view(torch.float32)]
     before = memory.clone()
@@ -40,17 +43,19 @@ def test_destinations_that_only_overlap_in_a_wider_dtype(asked: Asked) -> None:
 @pytest.mark.parametrize(
     "overlapping", [torch.full((1,), 5.0).expand(3), torch.zeros(4).as_strided((3,), (0,)), torch.zeros(1).expand(3)]
 )
-def test_a_destination_whose_elements_overlap_is_refused(asked: Asked, overlapping: Tensor) -> None:
+def test_a_destination_whose_elements_overlap_is_refused(overlapping: Tensor) -> None:
     first, before = torch.zeros(2), overlapping.clone()
     with pytest.raises(ValueError, match=r"tensor 1 with strides .* cannot be written"):
-        asked.unflatten(torch.arange(5.0), [first, overlapping])
+        unflatten(torch.arange(5.0), [first, overlapping])
     assert first.tolist() == [0, 0] and torch.equal(overlapping, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
-def test_a_destination_of_other_strides_that_meets_another_one(asked: Asked, dtype: torch.dtype) -> None:
+def test_a_destination_of_other_strides_that_meets_another_one(dtype: torch.dtype) -> None:
     """Every pair is checked, by whichever implementation moves it, and checked again in each call."""
-    plan = asked.plan([torch.zeros(3), torch.zeros(2, 3), torch.zeros(0), torch.zeros(2)], torch.arange(11.0))
+    plan = FlattenPlan.for_bucket(
+        [torch.zeros(3), torch.zeros(2, 3), torch.zeros(0), torch.zeros(2)], torch.arange(11.0)
+    )
     memory = torch.zeros(96, dtype=torch.uint8)
 
     def floats(begin: int, count: int) -> Tensor:
@@ -71,7 +76,7 @@ def test_a_destination_of_other_strides_that_meets_another_one(asked: Asked, dty
         assert torch.equal(memory, kept)
 
 
-def test_a_flat_buffer_that_has_changed_since_the_plan_was_made(asked: Asked) -> None:
+def test_a_flat_buffer_that_has_changed_since_the_plan_was_made() -> None:
     tensors = [torch.ones(100)]
     for change in (
         lambda flat: setattr(flat, "data", torch.zeros(2)),
@@ -79,30 +84,30 @@ def test_a_flat_buffer_that_has_changed_since_the_plan_was_made(asked: Asked) ->
         lambda flat: flat.untyped_storage().resize_(0),
         lambda flat: flat.set_(torch.zeros(100)),
     ):
-        plan = asked.plan(tensors, torch.zeros(100))
+        plan = FlattenPlan.for_bucket(tensors, torch.zeros(100))
         change(plan.flat)
         for call in (plan.flatten, plan.unflatten):
             with pytest.raises(ValueError, match="flat has another size, dtype or memory than when the plan was made"):
                 call(tensors, 0.5)
 
 
-def test_freed_storage_is_refused(asked: Asked) -> None:
+def test_freed_storage_is_refused() -> None:
     freed = torch.zeros(100)
     freed.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="flat with 100 elements has no memory"):
-        asked.flatten_scale([torch.ones(100)], freed, 1.0)
+        flatten_scale([torch.ones(100)], freed, 1.0)
     with pytest.raises(ValueError, match="values with 100 elements has no memory"):
-        asked.compress(freed)
+        minmax_u8_compress(freed)
 
 
-def test_half_precision_in_a_thread_that_flushes_subnormals(asked: Asked) -> None:
+def test_half_precision_in_a_thread_that_flushes_subnormals() -> None:
     halves = torch.tensor([6e-8, 3e-5, 6e-5, -6e-8, 0.0, 1.0], dtype=torch.float16)
     expected = halves.float()
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")
     try:
         flat = torch.empty(6)
-        asked.flatten_scale([halves], flat, 1.0)
+        flatten_scale([halves], flat, 1.0)
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(flat, expected)
@@ -120,17 +125,17 @@ class MadeOnDemand(Sequence[Tensor]):
         return torch.full((5000,), float(index))
 
 
-def test_tensors_live_until_they_have_been_copied(asked: Asked) -> None:
+def test_tensors_live_until_they_have_been_copied() -> None:
     flat = torch.empty(64 * 5000)
-    plan = asked.plan(list(MadeOnDemand()), flat)
+    plan = FlattenPlan.for_bucket(list(MadeOnDemand()), flat)
     for _ in range(5):
         plan.flatten(MadeOnDemand(), 1.0)
         assert torch.equal(flat.view(64, 5000)[:, 0], torch.arange(64.0))
 
 
-def test_two_threads_with_one_plan(asked: Asked) -> None:
+def test_two_threads_with_one_plan() -> None:
     flat = torch.arange(20_000.0)
-    plan = asked.plan(list(flat.clone().split(100)), flat)
+    plan = FlattenPlan.for_bucket(list(flat.clone().split(100)), flat)
     wrong = []
 
     def work() -> None:
@@ -148,14 +153,14 @@ def test_two_threads_with_one_plan(asked: Asked) -> None:
     assert not wrong
 
 
-def test_compressed_values_are_not_decompressed_over_themselves(asked: Asked) -> None:
+def test_compressed_values_are_not_decompressed_over_themselves() -> None:
     out = torch.empty(100)
     with pytest.raises(ValueError, match="out shares memory with compressed"):
-        asked.decompress(out.view(torch.uint8)[:112].view(1, 112), out)
+        minmax_u8_decompress(out.view(torch.uint8)[:112].view(1, 112), out)
 
 
-def test_a_float8_tensor_is_cast(asked: Asked) -> None:
+def test_a_float8_tensor_is_cast() -> None:
     flat = torch.zeros(5)
     tensors = [torch.ones(2), torch.tensor([0.5, 2.0, -4.0]).to(torch.float8_e4m3fn)]
-    asked.flatten_scale(tensors, flat, 0.5)
+    flatten_scale(tensors, flat, 0.5)
     assert flat.tolist() == [0.5, 0.5, 0.25, 1.0, -2.0]

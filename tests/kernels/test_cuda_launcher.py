@@ -13,9 +13,8 @@ from cuda_emulation import NUM_MULTIPROCESSORS, STREAM, EmulatedDevice
 from in_ci import only
 from kernel_values import DTYPES, same_bits
 
-from ddp_compile.errors import KernelUnavailableError
 from ddp_compile.kernels.contract import reference
-from ddp_compile.kernels.cuda import arguments, elementwise, programs, tensor_table
+from ddp_compile.kernels.cuda import arguments, elementwise, programs
 from ddp_compile.kernels.cuda.arguments import BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR, CHUNK_NUMEL
 from ddp_compile.kernels.cuda.executor import CudaExecutor
 from ddp_compile.kernels.cuda.programs import PACK_SIZES
@@ -158,19 +157,6 @@ def test_the_flag_is_about_what_is_written(
     assert sum_of_squares == pytest.approx(expected, nan_ok=True)
 
 
-def test_the_sum_is_the_same_every_time(device: EmulatedDevice) -> None:
-    tensors = [values_of(3 * CHUNK_NUMEL + i, torch.float32, i) for i in range(5)]
-    flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
-    found = set()
-    for _ in range(3):
-        executor = CudaExecutor(tensors, flat, None, device)
-        executor.read(tensors, flat, written=False)
-        stats = torch.empty(16, dtype=torch.uint8)
-        executor.move(flat, True, 0.7, stats)
-        found.add(stats_values(stats))
-    assert len(found) == 1
-
-
 def test_statistics_of_more_blocks_than_one_block_has_threads(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,21 +181,6 @@ def test_wrong_tensors_are_refused_before_anything_is_launched(device: EmulatedD
     with pytest.raises(ValueError, match="tensor 1 with 6 elements at offset 2 does not fit into flat with 7"):
         CudaExecutor([torch.ones(2), torch.ones(6)], flat[:7], None, device)
     assert device.driver.launches == []
-
-
-def test_without_the_library_addresses_are_read_in_python(
-    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise KernelUnavailableError("not built")
-
-    monkeypatch.setattr(tensor_table.library, "load", refuse)
-    assert isinstance(tensor_table.table_of([torch.ones(1)], torch.ones(1), None), tensor_table.PythonTable)
-    test_wrong_tensors_are_refused_before_anything_is_launched(device)
-    test_mixed_dtypes_take_one_launch_each(device, DTYPES_IN_CI)
-    test_every_alignment_of_tensor_and_place(device, torch.float32, torch.bfloat16)
-    test_what_the_kernels_cannot_move_is_named_and_left_alone(device)
-    test_tensors_in_their_places_are_scaled_there(device, 0.5, True)
 
 
 def test_another_default_device_changes_nothing(device: EmulatedDevice) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of the unit tests."""
+"""Fixtures of the tests of the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from kernel_values import INSTRUCTION_SETS, OTHER_BUILDS, Asked
+from kernel_values import INSTRUCTION_SETS, OTHER_BUILDS, using
 
 from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.library import NativeLibrary
@@ -66,8 +66,8 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     core.use_instruction_set(core.instruction_sets()[0])
 
 
-@pytest.fixture(params=[None, "reference"], ids=["native", "reference"])
-def asked(request: pytest.FixtureRequest) -> Asked:
+@pytest.fixture(params=["native", "reference"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each implementation that a CPU has."""
-    library.load()  # it has to be there: nothing may pass because it is missing
-    return Asked(request.param)
+    with using(request.param):
+        yield request.param
