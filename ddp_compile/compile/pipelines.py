@@ -36,7 +36,6 @@ WHOLE_FORWARD = (await_parameters_pass,)
 
 #: Other modules that compiled code depends on.
 _BESIDE_THE_PASSES = (
-    "ddp_compile.compile.backward_pieces",
     "ddp_compile.graph_ops",
     "ddp_compile.torch_internals.backward_compile",
 )

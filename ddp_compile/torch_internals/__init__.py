@@ -23,11 +23,9 @@ from ddp_compile.torch_internals.autograd import (
 from ddp_compile.torch_internals.backward_compile import (
     AcceptFailure,
     BackwardPass,
-    CompileBackward,
     GraphEdit,
     compile_with_eager_backward,
     editing_backend,
-    edits_forwards,
     inputs_of_gradients,
     positions_of_inputs,
     repeats_random_numbers,

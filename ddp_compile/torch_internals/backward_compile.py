@@ -79,9 +79,6 @@ def repeats_random_numbers(backward: fx.GraphModule) -> bool:
     return any(name in str(node.target) for node in backward.graph.nodes for name in names)
 
 
-#: Compiles a backward graph for example inputs.
-CompileBackward = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-
 #: A pass that declines nothing.
 BackwardPass = Callable[[fx.GraphModule, Any], tuple[fx.GraphModule, int, tuple[()]]]
 
@@ -92,9 +89,7 @@ class GraphEdit(NamedTuple):
     #: Called with the backward graph, and with passes that the compiler needs after all others.
     backward: Callable[[fx.GraphModule, Sequence[BackwardPass]], None]
     cache_key: str  #: different for edits that make different graphs, the same in every process for the same edit
-    #: Calls a compiler that may not know the operators in an edited backward; inductor does.
-    compile_edited: Callable[[CompileBackward, fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-    forward: Callable[[fx.GraphModule], None] | None = None  #: only for compilers with `edits_forwards`
+    forward: Callable[[fx.GraphModule], None] | None = None  #: called with the forward graph
 
 
 #: Like `InnerBackend`, with an edit of the backward.
@@ -102,15 +97,14 @@ EditingBackend = Callable[[fx.GraphModule, list[Any], GraphEdit], Callable[..., 
 
 
 def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = None) -> EditingBackend | None:
-    """A backend that compiles like ``inner`` and edits graphs; None if ``inner`` is not known to use AOTAutograd.
+    """A backend that compiles like ``inner`` and edits graphs; None if it is not known to compile our operators.
 
-    Known backends are inductor, ``compile_fx`` with or without the user's ``inner_compile``, ``aot_eager``, and results
-    of ``torch._dynamo.backends.common.aot_autograd``.
+    Known are inductor, ``compile_fx`` with or without the user's ``inner_compile``, and ``aot_eager``.
 
     Raises:
         ValueError: The backend's ``inner_compile`` is not callable.
     """
-    from torch._dynamo.backends import common, debugging
+    from torch._dynamo.backends import debugging
 
     if isinstance(inner, torch._TorchCompileInductorWrapper):
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -118,8 +112,6 @@ def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = 
         compile_inner = compile_fx_inner if accept_failure is None else _or_eagerly(accept_failure)
         return functools.partial(_compile_with_inductor, compile_fx, compile_inner, inner.config)
     compiler: Any = getattr(inner, "compiler_fn", None)
-    if isinstance(compiler, common.AotAutograd):
-        return functools.partial(_compile_with_aot_autograd, compiler)
     if compiler is debugging.aot_eager:
         run_as_it_is: Any = debugging.boxed_nop
         return functools.partial(_compile_with_aot_eager, debugging.aot_eager, run_as_it_is)
@@ -136,14 +128,6 @@ def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = 
             " torch._inductor.compile_fx.compile_fx_inner"
         )
     return functools.partial(_compile_with_inductor, compiler, inner_compile, patches or {})
-
-
-def edits_forwards(inner: InnerBackend) -> bool:
-    """Whether the editing backend of ``inner`` is known to compile forwards with our operators in them."""
-    from torch._dynamo.backends import debugging
-
-    compiler = getattr(inner, "compiler_fn", None)
-    return isinstance(inner, torch._TorchCompileInductorWrapper) or compiler is debugging.aot_eager
 
 
 def _compile_with_inductor(
@@ -163,31 +147,19 @@ def _compile_with_inductor(
         return compile_fx(gm, inputs, inner_compile=_edited(inner_compile, edit), config_patches=patches)
 
 
-def _compile_with_aot_autograd(
-    compiler: Any, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit
-) -> Callable[..., Any]:
-    backward_compiler = compiler.kwargs.get("bw_compiler") or compiler.kwargs["fw_compiler"]
-    kwargs = {**compiler.kwargs, "bw_compiler": _edited_always(backward_compiler, edit)}
-    return type(compiler)(**kwargs)(gm, inputs)
-
-
 def _compile_with_aot_eager(
     aot_eager: Any, run_as_it_is: Any, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit
 ) -> Callable[..., Any]:
-    def run_edited_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def run_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if edit.forward is not None:
             edit.forward(forward)
         return run_as_it_is(forward, inputs)
 
-    return aot_eager(gm, inputs, fw_compiler=run_edited_forward, bw_compiler=_edited_always(run_as_it_is, edit))
+    def run_backward(backward: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        edit.backward(backward, ())
+        return run_as_it_is(backward, inputs)
 
-
-def _edited_always(compile_backward: CompileBackward, edit: GraphEdit) -> CompileBackward:
-    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        edit.backward(gm, ())
-        return edit.compile_edited(compile_backward, gm, inputs)
-
-    return compile_graph
+    return aot_eager(gm, inputs, fw_compiler=run_forward, bw_compiler=run_backward)
 
 
 def _edited(inner_compile: Callable[..., Any], edit: GraphEdit) -> Callable[..., Any]:

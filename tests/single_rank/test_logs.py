@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -65,15 +64,6 @@ def check_what_tlparse_makes_of(trace: Path, report: Path) -> None:
     found = {re.sub(r"_\d+(?=\.\w+$)", "", path.name): path for path in report.glob("*/ddp_compile_*")}
     assert "bucket 0:" in found["ddp_compile_graph_0_buckets.txt"].read_text()
     assert "ddp_compile_graph_0_partition_1.txt" in found
-    assert json.loads(found["ddp_compile_graph_0_cut.json"].read_text()) == {
-        "graph": "graph 0",
-        "plan": None,
-        "parts": [
-            {"name": "partition_0", "parameters": ["0.weight", "0.bias"], "completes": [1]},
-            {"name": "partition_1", "parameters": ["2.weight", "2.bias"], "completes": [0]},
-        ],
-        "buckets": {"0": ["2.bias", "2.weight"], "1": ["0.bias", "0.weight"]},
-    }
     (name,) = [name for name in found if name.startswith("ddp_compile_plan_")]
     plan = BucketPlan.from_json(found[name].read_text())
     assert name == f"ddp_compile_plan_{plan.digest}.json" and len(plan.buckets) == 2

@@ -56,7 +56,9 @@ def context(
         for i, members in enumerate(buckets)
     )
     of_input = parameter_of_input or {p: p for p in reads or (p for members in buckets for p in members)}
-    return AotContext(parameter_of_input=of_input, buckets=specs, reads=tuple(reads), reducer=7, graph_name="graph 0")
+    return AotContext(
+        parameter_of_input=of_input, buckets=specs, reads=tuple(reads), reducer_id=7, graph_name="graph 0"
+    )
 
 
 def calls(gm: fx.GraphModule) -> list[str]:

@@ -37,15 +37,15 @@ class Receiver:
 
 
 def registered() -> tuple[int, Receiver]:
-    ordinal, receiver = graph_ops.next_reducer_ordinal(), Receiver()
-    graph_ops.register_receiver(ordinal, receiver)
-    return ordinal, receiver
+    reducer_id, receiver = graph_ops.next_reducer_id(), Receiver()
+    graph_ops.register_receiver(reducer_id, receiver)
+    return reducer_id, receiver
 
 
 def test_a_receiver_gets_what_was_offered_under_its_number() -> None:
-    (_, other), (ordinal, receiver) = registered(), registered()
+    (_, other), (reducer_id, receiver) = registered(), registered()
     gradients = [torch.randn(3), torch.randn(2, 2)]
-    assert torch.ops.ddp_compile.bucket_ready(gradients, ordinal, [4, 2], []) is None
+    assert torch.ops.ddp_compile.bucket_ready(gradients, reducer_id, [4, 2], []) is None
     assert other.received == []
     ((parameters, received),) = receiver.received
     assert parameters == [4, 2]
@@ -53,17 +53,17 @@ def test_a_receiver_gets_what_was_offered_under_its_number() -> None:
 
 
 def test_a_receiver_is_not_kept_alive_and_not_missed() -> None:
-    ordinal, receiver = registered()
+    reducer_id, receiver = registered()
     del receiver
     gc.collect()
-    torch.ops.ddp_compile.bucket_ready([torch.randn(3)], ordinal, [0], [])
-    assert ordinal not in graph_ops._receivers
+    torch.ops.ddp_compile.bucket_ready([torch.randn(3)], reducer_id, [0], [])
+    assert reducer_id not in graph_ops._receivers
 
 
 def test_tracing_calls_nobody() -> None:
-    ordinal, receiver = registered()
+    reducer_id, receiver = registered()
     with FakeTensorMode():
-        torch.ops.ddp_compile.bucket_ready([torch.empty(3)], ordinal, [0], [])
+        torch.ops.ddp_compile.bucket_ready([torch.empty(3)], reducer_id, [0], [])
     assert receiver.received == []
 
 
@@ -84,8 +84,8 @@ def test_operators_are_registered_as_compilers_need_it(name: str, arguments: tup
 
 
 def test_moved_gradients_are_what_the_receiver_returns() -> None:
-    ordinal, receiver = registered()
-    (moved,) = torch.ops.ddp_compile.move_bucket([torch.ones(2, 2)], [2, 1], ordinal, [3])
+    reducer_id, receiver = registered()
+    (moved,) = torch.ops.ddp_compile.move_bucket([torch.ones(2, 2)], [2, 1], reducer_id, [3])
     assert torch.equal(moved, torch.full((2, 2), 5.0))
     assert [parameters for parameters, _ in receiver.received] == [[3]]
 
@@ -99,11 +99,11 @@ def test_moved_gradients_are_copies_in_the_strides_asked_for_where_nobody_receiv
 
 
 def test_a_graph_that_runs_for_other_parameters_computes_nothing_any_more() -> None:
-    ordinal, receiver = registered()
+    reducer_id, receiver = registered()
     x, first, second, other = (torch.randn(2) for _ in range(4))
     # Parameter 7 of the second bucket is no input, but part of the graph, and so is all of the third bucket.
     buckets = [(4,), (7, 2), (8,)]
-    run = graph_ops.watch_parameters(lambda *inputs: sum(inputs), [x, first, second], {1: 4, 2: 2}, buckets, ordinal)
+    run = graph_ops.watch_parameters(lambda *inputs: sum(inputs), [x, first, second], {1: 4, 2: 2}, buckets, reducer_id)
     assert torch.equal(run(other, first, second), other + first + second)
     assert receiver.ignored == []
     run(x, first, other)
@@ -116,8 +116,8 @@ def test_a_graph_without_parameters_among_its_inputs_is_that_of_its_parameters()
 
 
 def test_parameters_are_waited_for_by_their_numbers() -> None:
-    ordinal, receiver = registered()
-    torch.ops.ddp_compile.await_parameters([torch.ones(2)], ordinal, [4, 2], [])
-    run = graph_ops.await_before(lambda x: x + 1, [3], ordinal)
+    reducer_id, receiver = registered()
+    torch.ops.ddp_compile.await_parameters([torch.ones(2)], reducer_id, [4, 2], [])
+    run = graph_ops.await_before(lambda x: x + 1, [3], reducer_id)
     assert torch.equal(run(torch.zeros(2)), torch.ones(2))
     assert receiver.awaited == [[4, 2], [3]]
