@@ -75,7 +75,7 @@ class Observer(Protocol):
 def run_pipeline(
     gm: fx.GraphModule,
     ctx: ContextT,
-    passes: Sequence[Callable[[fx.GraphModule, ContextT], tuple[fx.GraphModule, int, tuple[Declined, ...]]]],
+    passes: Sequence[Callable[[fx.GraphModule, ContextT], PassResult]],
     observers: Sequence[Observer] = (),
 ) -> PassResult:
     """Run passes in order, with observers around them. Lint and recompile after each pass that changed something.

@@ -20,7 +20,7 @@ from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.compile.graph_report import GraphReport, parts_of
 from ddp_compile.compile.partitions import compile_partitions
-from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
+from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FOR_INDUCTOR, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.config import SplitMode
 from ddp_compile.errors import CompilationError, number_of, shorten_names, this_rank
 from ddp_compile.graph_ops import await_before, gathers_parameters, watch_parameters
@@ -31,7 +31,7 @@ from ddp_compile.passes.forward.partition_graph import partition_names
 from ddp_compile.passes.pipeline import AotContext, Declined, PassContext, PassResult, run_pipeline
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketSpec
-from ddp_compile.torch_internals import BackwardPass, GraphEdit
+from ddp_compile.torch_internals import GraphEdit
 
 log = logging.getLogger(__name__)
 
@@ -188,9 +188,10 @@ class TrainingBackend:
         reports.append(report := report.with_lines_of(gm))
         log.info("%s: %s, launched inside its backward", graph.name, number_of(len(graph.buckets), "bucket"))
 
-        def insert_launches(backward: fx.GraphModule, of_the_compiler: Sequence[BackwardPass]) -> None:
+        def insert_launches(backward: fx.GraphModule, is_inductors: bool) -> None:
             dump = GraphDump(f"{graph.name} backward", graph.table)
-            result = run_pipeline(backward, ctx, [*BACKWARD_SPLIT, *of_the_compiler], [dump])
+            passes = (*BACKWARD_SPLIT, *FOR_INDUCTOR) if is_inductors else BACKWARD_SPLIT
+            result = run_pipeline(backward, ctx, passes, [dump])
             reports[graph.number] = report._replace(declined=result.declined)
 
         def insert_waits(forward: fx.GraphModule) -> None:

@@ -86,7 +86,7 @@ class GraphCompiler:
     def _compile(
         self, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit | None, accept_failure: AcceptFailure | None
     ) -> Callable[..., Any]:
-        with torch_internals.right_cache_entries(gm):
+        with torch_internals.without_wrong_cache_entries(gm):
             if edit is not None:
                 compile_and_edit = torch_internals.editing_backend(self.inner, accept_failure)
                 assert compile_and_edit is not None, "asked to edit what `can_edit` denies"

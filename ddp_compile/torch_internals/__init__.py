@@ -22,15 +22,15 @@ from ddp_compile.torch_internals.autograd import (
 )
 from ddp_compile.torch_internals.backward_compile import (
     AcceptFailure,
-    BackwardPass,
     GraphEdit,
     compile_with_eager_backward,
     editing_backend,
+    force_stride_order,
     inputs_of_gradients,
     positions_of_inputs,
     repeats_random_numbers,
+    without_wrong_cache_entries,
 )
-from ddp_compile.torch_internals.compile_caches import right_cache_entries
 from ddp_compile.torch_internals.dynamo import (
     InnerBackend,
     code_being_compiled,
@@ -54,6 +54,7 @@ from ddp_compile.torch_internals.dynamo import (
     watch_compilations,
 )
 from ddp_compile.torch_internals.fake_training import (
+    OperatorTimes,
     fake_process_group,
     fake_tensors,
     make_fake,
@@ -69,7 +70,14 @@ from ddp_compile.torch_internals.fully_shard import (
     remove_all_reduce_hook,
     state_of_fully_shard,
 )
-from ddp_compile.torch_internals.graph_breaks import GraphBreaks, in_python, leave_call_to_python
+from ddp_compile.torch_internals.graph_breaks import (
+    GraphBreaks,
+    UserLine,
+    in_python,
+    is_of_users,
+    leave_call_to_python,
+    user_line_of,
+)
 from ddp_compile.torch_internals.module_calls import (
     active_ddp,
     compiled_call_of,
@@ -81,7 +89,6 @@ from ddp_compile.torch_internals.module_calls import (
     set_compiled_call,
     swapped_in,
 )
-from ddp_compile.torch_internals.operator_times import OperatorTimes
 from ddp_compile.torch_internals.process_groups import (
     all_gather_single,
     backend_name,
@@ -125,4 +132,3 @@ from ddp_compile.torch_internals.tensors import (
     to_fake,
     wrapper_subclass,
 )
-from ddp_compile.torch_internals.user_code import UserLine, is_of_users, user_line_of

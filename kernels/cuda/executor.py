@@ -17,8 +17,8 @@ from ddp_compile.kernels.cuda.arguments import (
 from ddp_compile.kernels.cuda.module import KernelDevice, kernel_device
 from ddp_compile.kernels.cuda.programs import FORMAT_OF, FORMATS, PACK_SIZES, STATS_KERNEL, move_kernel
 from ddp_compile.kernels.native import library
+from ddp_compile.kernels.native.executor import NativeTensorTable
 from ddp_compile.kernels.native.library import OTHER_CODE
-from ddp_compile.kernels.native.tensor_table import NativeTensorTable
 
 _PARTIAL_BYTES = 16
 
