@@ -78,7 +78,7 @@ def test_tensors_of_several_dtypes_and_layouts_in_one_bucket() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_tensors_in_their_places_are_scaled_there(scale: float) -> None:
+def test_tensors_in_place_are_scaled(scale: float) -> None:
     flat = values_of(100_003, torch.float32)
     expected = rounded_product(flat, scale, torch.float32)
     plan = kernels.FlattenPlan.for_bucket(list(flat.split(999)), flat)

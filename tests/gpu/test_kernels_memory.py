@@ -70,7 +70,7 @@ def test_codec_writes_the_bits_that_a_cpu_writes(dtype: torch.dtype, numel: int,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("numel", "misaligned_by"), [(0, 0), (1, 0), (1003, 1), (60_001, 0)])
-def test_average_adds_what_others_have_changed(dtype: torch.dtype, numel: int, misaligned_by: int) -> None:
+def test_average_bits(dtype: torch.dtype, numel: int, misaligned_by: int) -> None:
     x, total, copy = (values_of(numel, dtype, seed, misaligned_by) for seed in range(3))
     expected = x.cpu()
     reference.average_into(expected, total.cpu(), copy.cpu(), 3)

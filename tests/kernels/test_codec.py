@@ -25,7 +25,7 @@ def round_trip(values: Tensor, num_chunks: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("exponent", [*range(-38, 38, 4), 38])
-def test_the_error_is_half_a_step_at_every_scale(exponent: int) -> None:
+def test_codec_error_is_half_a_step(exponent: int) -> None:
     """Up to a range that float32 does not hold."""
     values = (torch.rand(1001, generator=torch.Generator().manual_seed(exponent)) * 6 - 3) * 10.0**exponent
     error = (round_trip(values).double() - values.double()).abs()
@@ -39,13 +39,13 @@ def test_what_wrapped_iteration_in_the_origin_is_clamped() -> None:
 
 
 @pytest.mark.parametrize("constant", [0.0, -0.0, 1e30, -3.4e38, 1e-45, 1.0])
-def test_a_constant_comes_back_exactly(constant: float) -> None:
+def test_constants_are_exact(constant: float) -> None:
     assert round_trip(torch.full((37,), constant)).tolist() == [torch.tensor(constant).item()] * 37
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("position", [0, 40, 66])
-def test_a_chunk_with_a_bad_value_becomes_nan_and_no_other_chunk_does(bad: float, position: int) -> None:
+def test_bad_value_makes_its_chunk_nan(bad: float, position: int) -> None:
     values = torch.linspace(0, 1, 201)
     values[67 + position] = bad
     out = round_trip(values, num_chunks=3)
@@ -53,7 +53,7 @@ def test_a_chunk_with_a_bad_value_becomes_nan_and_no_other_chunk_does(bad: float
     assert out[:67].isfinite().all() and out[134:].isfinite().all()
 
 
-def test_the_last_chunks_may_be_short_or_empty() -> None:
+def test_short_and_empty_chunks() -> None:
     values = torch.arange(1.0, 6.0)
     rows = minmax_u8_compress(values, num_chunks=4)  # chunks of 2, 2, 1 and 0
     assert rows.shape == (4, 16)
@@ -65,7 +65,7 @@ def test_the_last_chunks_may_be_short_or_empty() -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 5, 40, 1001])
 @pytest.mark.parametrize("skip_chunk", range(4))
-def test_a_chunk_that_is_skipped_changes_no_other_one(numel: int, skip_chunk: int) -> None:
+def test_skipped_chunk(numel: int, skip_chunk: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     others = torch.arange(4) != skip_chunk
     assert torch.equal(
@@ -74,7 +74,7 @@ def test_a_chunk_that_is_skipped_changes_no_other_one(numel: int, skip_chunk: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_are_added_in_float32(dtype: torch.dtype) -> None:
+def test_accumulate(dtype: torch.dtype) -> None:
     values = torch.randn(1001, generator=torch.Generator().manual_seed(1))
     out = torch.randn(1001, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = (out.float() + round_trip(values, num_chunks=3)).to(dtype)
@@ -84,7 +84,7 @@ def test_values_are_added_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 1000])
-def test_the_averaging_update(dtype: torch.dtype, numel: int) -> None:
+def test_average_into(dtype: torch.dtype, numel: int) -> None:
     x, total, copy = (torch.randn(numel, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3))
     expected = (x.float() + (total.float() / 3 - copy.float())).to(dtype)
     average_into(x, total, copy, 3)
@@ -106,7 +106,7 @@ def test_compress_refuses(values: Tensor, num_chunks: int, message: str) -> None
 
 
 @pytest.mark.parametrize("skip_chunk", [-1, 2])
-def test_compress_refuses_to_skip_what_is_not_there(skip_chunk: int) -> None:
+def test_compress_refuses_wrong_skip_chunk(skip_chunk: int) -> None:
     with pytest.raises(ValueError, match=f"skip_chunk={skip_chunk} must be one of the num_chunks=2 chunks"):
         minmax_u8_compress(torch.ones(4), 2, skip_chunk=skip_chunk)
 
@@ -131,7 +131,7 @@ def test_decompress_refuses(rows: Tensor, out: Tensor, message: str) -> None:
     assert torch.equal(out, before)
 
 
-def test_the_averaging_update_refuses() -> None:
+def test_average_into_refuses() -> None:
     x = torch.ones(4)
     for total, copy, count, message in (
         (torch.ones(3), torch.ones(4), 2, "total has 3 elements.*x has 4"),
@@ -155,7 +155,7 @@ class NoneOnTheHost(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_reference_copies_nothing_from_the_host(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_copies_nothing_from_host(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("torch.tensor copies from the host"))
     x, total, copy = (torch.empty(1000, dtype=dtype, device="meta") for _ in range(3))
     rows = torch.empty(2, reference.row_bytes(500), dtype=torch.uint8, device="meta")

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed")
-def test_the_driver_gets_what_it_needs(tmp_path: Path) -> None:
+def test_driver_calls(tmp_path: Path) -> None:
     libcuda = tmp_path / "libcuda.so.1"
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None, "the tests need a C compiler"

@@ -33,7 +33,7 @@ def device(shared_device: EmulatedDevice) -> EmulatedDevice:
     return shared_device
 
 
-def test_arguments_have_the_same_size_on_both_sides(device: EmulatedDevice) -> None:
+def test_argument_sizes(device: EmulatedDevice) -> None:
     numels = [torch.ones(size, dtype=torch.int64) for size in PACK_SIZES]
     structures = {
         programs.STATS_KERNEL: arguments.StatsArguments(),
@@ -53,9 +53,7 @@ def test_arguments_have_the_same_size_on_both_sides(device: EmulatedDevice) -> N
 
 @pytest.mark.parametrize("flat_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_alignment_of_tensor_and_place(
-    device: EmulatedDevice, dtype: torch.dtype, flat_dtype: torch.dtype
-) -> None:
+def test_every_alignment(device: EmulatedDevice, dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
     tensors, offsets, numel = kernel_values.every_alignment([0, 1, 2, 7, 37, 64, 999], dtype)
     check_both_ways(device, tensors, torch.full((numel,), POISON, dtype=flat_dtype), offsets)
 
@@ -65,7 +63,7 @@ def test_every_alignment_of_tensor_and_place(
     ("num_tensors", "sizes"),
     [(0, []), (1, []), (32, [32]), (33, [168]), (168, [168]), (169, [1360]), (1360, [1360]), (1430, [1360, 168])],
 )
-def test_tensors_are_dealt_to_as_few_launches_as_they_fit_into_with_the_smallest_arguments(
+def test_launches_by_number_of_tensors(
     device: EmulatedDevice, num_tensors: int, sizes: list[int], with_stats: bool
 ) -> None:
     numels = [i % 11 for i in range(num_tensors)]
@@ -80,7 +78,7 @@ def test_tensors_are_dealt_to_as_few_launches_as_they_fit_into_with_the_smallest
     assert len(device.driver.launches) - len(moves) == 2 * with_stats
 
 
-def test_a_tensor_with_more_chunks_than_there_are_blocks(device: EmulatedDevice) -> None:
+def test_more_chunks_than_blocks(device: EmulatedDevice) -> None:
     numel = CHUNK_NUMEL * (BLOCKS_PER_MULTIPROCESSOR * NUM_MULTIPROCESSORS + 3) + 11
     tensors = [values_of(numel, torch.float32), values_of(3, torch.float32)]
     check_both_ways(device, tensors, torch.full((numel + 3,), POISON, dtype=torch.bfloat16))
@@ -88,14 +86,14 @@ def test_a_tensor_with_more_chunks_than_there_are_blocks(device: EmulatedDevice)
 
 
 @pytest.mark.parametrize("dtypes", only([DTYPES_IN_CI], [DTYPES_IN_CI, DTYPES]), ids=len)
-def test_mixed_dtypes_take_one_launch_each(device: EmulatedDevice, dtypes: list[torch.dtype]) -> None:
+def test_mixed_dtypes(device: EmulatedDevice, dtypes: list[torch.dtype]) -> None:
     tensors = [values_of(50 + i, dtypes[i % len(dtypes)], i) for i in range(10)]
     check_both_ways(device, tensors, torch.full((sum(t.numel() for t in tensors),), POISON, dtype=torch.bfloat16))
     kernels = [launch.kernel for launch in device.driver.launches[: len(dtypes)]]
     assert kernels == [f"move_{name}_BFloat16_32" for name in ("Float32", "BFloat16", "Float16")[: len(dtypes)]]
 
 
-def test_what_the_kernels_cannot_move_is_named_and_left_alone(device: EmulatedDevice) -> None:
+def test_other_tensors_are_left_alone(device: EmulatedDevice) -> None:
     tensors = [torch.ones(6), torch.ones(2, 3), torch.ones(4, dtype=torch.float64), torch.ones(5)]
     flat = torch.full((21,), POISON)
     executor = CudaExecutor(tensors, flat, None, device)
@@ -113,7 +111,7 @@ def test_what_the_kernels_cannot_move_is_named_and_left_alone(device: EmulatedDe
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("with_stats", [False, True])
-def test_tensors_in_their_places_are_scaled_there(device: EmulatedDevice, scale: float, with_stats: bool) -> None:
+def test_tensors_in_place_are_scaled(device: EmulatedDevice, scale: float, with_stats: bool) -> None:
     flat = values_of(20000, torch.bfloat16)
     before = flat.clone()
     tensors = [flat[:9001], torch.full((5,), 10.0, dtype=torch.bfloat16), flat[9006:]]
@@ -140,7 +138,7 @@ def test_tensors_in_their_places_are_scaled_there(device: EmulatedDevice, scale:
         (3.3961775e38, [torch.bfloat16, torch.float16]),
     ],
 )
-def test_the_flag_is_about_what_is_written(
+def test_non_finite_flag(
     device: EmulatedDevice, flat_dtype: torch.dtype, value: float, non_finite_in: list[torch.dtype]
 ) -> None:
     tensors = [torch.ones(CHUNK_NUMEL), torch.ones(CHUNK_NUMEL + 3)]
@@ -157,16 +155,14 @@ def test_the_flag_is_about_what_is_written(
     assert sum_of_squares == pytest.approx(expected, nan_ok=True)
 
 
-def test_statistics_of_more_blocks_than_one_block_has_threads(
-    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_of_many_blocks(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "num_multiprocessors", 132)
     tensors = [values_of(1, torch.float32, i) for i in range(3 * BLOCK_THREADS)]
     check_both_ways(device, tensors, torch.zeros(3 * BLOCK_THREADS))
     assert device.driver.launches[0].num_blocks == 3 * BLOCK_THREADS
 
 
-def test_wrong_tensors_are_refused_before_anything_is_launched(device: EmulatedDevice) -> None:
+def test_wrong_tensors_launch_nothing(device: EmulatedDevice) -> None:
     flat = torch.zeros(10)
     executor = CudaExecutor([torch.ones(4), torch.ones(6)], flat, None, device)
     shared = torch.ones(8)
@@ -183,7 +179,7 @@ def test_wrong_tensors_are_refused_before_anything_is_launched(device: EmulatedD
     assert device.driver.launches == []
 
 
-def test_another_default_device_changes_nothing(device: EmulatedDevice) -> None:
+def test_other_default_device(device: EmulatedDevice) -> None:
     tensors, flat = [torch.ones(3), torch.ones(4)], torch.zeros(7)
     with torch.device("meta"):
         executor = CudaExecutor(tensors, flat, None, device)
@@ -200,9 +196,7 @@ def test_another_default_device_changes_nothing(device: EmulatedDevice) -> None:
         [(0, 1), (0, 3), (1, 1), (5, 4), (4096, 1), (4099, 2), (70001, 3), (200_000, 1), (200_000, 4)],
     ),
 )
-def test_codec_writes_the_bits_of_the_reference(
-    device: EmulatedDevice, dtype: torch.dtype, numel: int, num_chunks: int
-) -> None:
+def test_codec_bits(device: EmulatedDevice, dtype: torch.dtype, numel: int, num_chunks: int) -> None:
     values, rows = check_codec(device, numel, dtype, num_chunks)
     expected_rows = rows.clone()
     for skip_chunk in range(num_chunks):
@@ -211,11 +205,6 @@ def test_codec_writes_the_bits_of_the_reference(
         reference.minmax_u8_compress(values, expected_rows, skip_chunk)
         elementwise.minmax_u8_compress(values, rows, skip_chunk, device=device)
         assert torch.equal(rows, expected_rows) and (rows[skip_chunk] == 77).all()
-
-
-def test_a_large_chunk_occupies_the_whole_device(device: EmulatedDevice) -> None:
-    elementwise.minmax_u8_compress(torch.ones(200_000), compressed(torch.ones(200_000), 1), device=device)
-    assert [launch.num_blocks for launch in device.driver.launches] == [24, 24]
 
 
 @pytest.mark.parametrize(
@@ -233,9 +222,7 @@ def test_a_large_chunk_occupies_the_whole_device(device: EmulatedDevice) -> None
     ids=lambda special: str(special[:2]),
 )
 @pytest.mark.parametrize("dtype", only(DTYPES_IN_CI, DTYPES))
-def test_codec_at_the_edges_of_the_float_range(
-    device: EmulatedDevice, special: list[float], dtype: torch.dtype
-) -> None:
+def test_codec_at_range_edges(device: EmulatedDevice, special: list[float], dtype: torch.dtype) -> None:
     values = torch.zeros(9000, dtype=dtype)
     values[4500 : 4500 + len(special)] = torch.tensor(special, dtype=dtype)
     rows, expected = compressed(values, 2), compressed(values, 2)
@@ -255,7 +242,7 @@ def test_codec_at_the_edges_of_the_float_range(
     torch.testing.assert_close(out, expected_out, rtol=0, atol=0, equal_nan=True)
 
 
-def test_rows_that_are_not_aligned_are_refused(device: EmulatedDevice) -> None:
+def test_misaligned_rows_are_refused(device: EmulatedDevice) -> None:
     rows = torch.zeros(100, dtype=torch.uint8)[4:20].view(1, 16)
     with pytest.raises(ValueError, match=r"rows begin at address 0x[0-9a-f]*4, which is not a multiple of 16"):
         elementwise.minmax_u8_compress(torch.ones(3), rows, device=device)
@@ -264,7 +251,7 @@ def test_rows_that_are_not_aligned_are_refused(device: EmulatedDevice) -> None:
 @pytest.mark.parametrize("dtype", only(DTYPES_IN_CI, DTYPES))
 @pytest.mark.parametrize("numel", [0, 1, 1003, 60_001])
 @pytest.mark.parametrize("misaligned_by", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)])
-def test_average_adds_what_others_have_changed(
+def test_average_bits(
     device: EmulatedDevice, dtype: torch.dtype, numel: int, misaligned_by: tuple[int, int, int]
 ) -> None:
     check_average(device, numel, dtype, misaligned_by)

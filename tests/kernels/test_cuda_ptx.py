@@ -106,7 +106,7 @@ def test_average(device: KernelDevice, dtype: torch.dtype, misaligned_by: tuple[
 @pytest.mark.parametrize(
     ("misaligned_by", "offset", "num_bytes"), [(0, 8, 16), (3, 3, 16), (1, 5, 8), (7, 1, 4), (0, 6, 4), (0, 1, 2)]
 )
-def test_misaligned_places_take_the_widest_accesses(
+def test_width_of_accesses(
     driver: PtxDriver, device: KernelDevice, misaligned_by: int, offset: int, num_bytes: int
 ) -> None:
     tensors = [values_of(4096, BFLOAT16, misaligned_by=misaligned_by)]
@@ -125,7 +125,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", only(["swapped halves"], MUTANTS))
-def test_mutants_are_noticed(driver: PtxDriver, compiled: Any, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+def test_mutants_fail(driver: PtxDriver, compiled: Any, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
     file, old, new, failure = MUTANTS[mutant]
     sources = compiler.headers()
     assert old in sources[file]

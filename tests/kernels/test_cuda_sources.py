@@ -58,20 +58,15 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     return results
 
 
-def test_kernels_have_names_of_their_own() -> None:
+def test_kernel_names_are_unique() -> None:
     kernels = [kernel for program in PROGRAMS for kernel in program.kernels]
     assert len(set(kernels)) == len(kernels) == len(PROGRAM_OF) == 27 + 12 + 3 + 1
 
 
-def test_both_sides_have_the_same_constants() -> None:
+def test_shared_constants() -> None:
     sources = headers()
     assert f"constexpr int kThreads = {BLOCK_THREADS};" in sources["device.cuh"]
     assert f"constexpr int kChunk = {CHUNK_NUMEL};" in sources["move.cuh"]
-
-
-def test_the_sources_include_nothing_but_each_other() -> None:
-    included = set(re.findall(r"^\s*#\s*include\s*(\S+)", "\n".join(headers().values()), re.MULTILINE))
-    assert included <= {f'"{name}"' for name in headers()}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -102,9 +97,7 @@ def disassembler() -> str:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_aligned_memory_is_read_and_written_16_bytes_at_a_time(
-    disassembler: str, binaries: dict[str, tuple[Path, str]], architecture: str
-) -> None:
+def test_128_bit_accesses(disassembler: str, binaries: dict[str, tuple[Path, str]], architecture: str) -> None:
     command = [disassembler, "-sass", str(binaries[architecture][0])]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     instructions = defaultdict(set)
@@ -128,7 +121,7 @@ def test_nvrtc_compiles_every_program(compiler: Compiler, program: Program) -> N
     assert all(f".text.{kernel}".encode() in binary for kernel in program.kernels)
 
 
-def test_the_target_is_one_that_the_device_can_run(compiler: Compiler) -> None:
+def test_target_architecture(compiler: Compiler) -> None:
     assert [compiler.target(capability) for capability in ((8, 0), (8, 6), (9, 0), (10, 0))] == [
         *("sm_80", "sm_86", "sm_90", "sm_100")
     ]
@@ -140,7 +133,7 @@ def test_the_target_is_one_that_the_device_can_run(compiler: Compiler) -> None:
         compiler.target((7, 5))
 
 
-def test_what_nvrtc_refuses_is_in_the_error(compiler: Compiler) -> None:
+def test_nvrtc_error(compiler: Compiler) -> None:
     program = Program("broken", "move.cuh", ("DDP_COMPILE_MOVE(Float32, Float64, 32)",), ())
     with pytest.raises(KernelUnavailableError, match=r'cannot compile broken: .*"Float64" is undefined'):
         compiler.compile(program, "sm_90")

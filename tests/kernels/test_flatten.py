@@ -33,9 +33,7 @@ def packed_double(tensors: list[Tensor], scale: float) -> Tensor:
 @pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3, 0.0, -2.0])
 @pytest.mark.parametrize("flat_dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_both_ways_are_products_rounded_to_the_dtype_they_write(
-    dtype: torch.dtype, flat_dtype: torch.dtype, scale: float
-) -> None:
+def test_flatten_and_unflatten(dtype: torch.dtype, flat_dtype: torch.dtype, scale: float) -> None:
     tensors = [*random_tensors(dtype), torch.randn(9001).to(dtype), torch.randn(3, 4).to(dtype)[:, :2]]
     flat = torch.full((num_elements(tensors),), float("nan"), dtype=flat_dtype)
     plan = FlattenPlan.for_bucket(tensors, flat)
@@ -55,14 +53,14 @@ def test_both_ways_are_products_rounded_to_the_dtype_they_write(
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_a_tensor_that_lies_in_its_place_already_is_only_scaled(scale: float) -> None:
+def test_tensor_in_place_is_scaled(scale: float) -> None:
     flat = torch.arange(8.0)
     placed, other = flat[:3], torch.full((5,), 10.0)
     flatten_scale([placed, other], flat, scale)
     assert flat.tolist() == [0, scale, 2 * scale] + [10 * scale] * 5
 
 
-def test_a_channels_last_weight_gets_a_view_of_its_own_strides() -> None:
+def test_channels_last_view() -> None:
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     flat = torch.zeros(50)
     plan = FlattenPlan.for_bucket([weight], flat, offsets=[2])
@@ -74,7 +72,7 @@ def test_a_channels_last_weight_gets_a_view_of_its_own_strides() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_neither_way_records_gradients(scale: float) -> None:
+def test_no_autograd(scale: float) -> None:
     parameter = torch.nn.Parameter(ones(4))
     flat = torch.zeros(4)
     flatten_scale([parameter], flat, scale)
@@ -98,9 +96,7 @@ def test_neither_way_records_gradients(scale: float) -> None:
         ([ones(2).int()], ones(2), None, "tensor 0 is of torch.int32; gradients need a floating dtype"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_values(
-    tensors: list[Tensor], flat: Tensor, offsets: list[int] | None, message: str
-) -> None:
+def test_wrong_places_are_refused(tensors: list[Tensor], flat: Tensor, offsets: list[int] | None, message: str) -> None:
     before = flat.clone()
     with pytest.raises(ValueError, match=message):
         flatten_scale(tensors, flat, 1.0, offsets=offsets)
@@ -122,7 +118,7 @@ def test_what_does_not_fit_is_refused_with_the_values(
         (ones(3, 1).expand(3, 4), False),
     ],
 )
-def test_dense_tensors_are_those_without_gaps_or_overlap(tensor: Tensor, expected: bool) -> None:
+def test_is_non_overlapping_and_dense(tensor: Tensor, expected: bool) -> None:
     assert is_non_overlapping_and_dense(tensor) is expected
 
 
@@ -138,9 +134,7 @@ def test_dense_tensors_are_those_without_gaps_or_overlap(tensor: Tensor, expecte
         ([ones(2), None], TypeError, "tensor 1 is of type NoneType; pass torch tensors"),
     ],
 )
-def test_a_plan_refuses_tensors_it_was_not_made_for(
-    tensors: list[Tensor], error: type[Exception], message: str
-) -> None:
+def test_plan_refuses_other_tensors(tensors: list[Tensor], error: type[Exception], message: str) -> None:
     flat = torch.full((6,), 7.0)
     plan = FlattenPlan.for_bucket([ones(2), ones(2, 2)], flat)
     for call in (lambda: plan.flatten(tensors, 0.5), lambda: plan.unflatten(tensors)):
@@ -157,9 +151,7 @@ def test_a_plan_refuses_tensors_it_was_not_made_for(
         (1, lambda flat: [ones(2), flat[2:].view(2, 2).t()]),  # in its place, in another order
     ],
 )
-def test_memory_of_the_flat_buffer_outside_of_a_tensors_place_is_refused(
-    astray: int, tensors: Callable[[Tensor], list[Tensor]]
-) -> None:
+def test_astray_memory_is_refused(astray: int, tensors: Callable[[Tensor], list[Tensor]]) -> None:
     flat = torch.arange(6.0)
     plan = FlattenPlan.for_bucket([torch.zeros(2), torch.zeros(2, 2)], flat)
     for call in (plan.flatten, plan.unflatten):
@@ -171,7 +163,7 @@ def test_memory_of_the_flat_buffer_outside_of_a_tensors_place_is_refused(
     assert flat.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_tensors_that_share_memory_are_read_but_not_written() -> None:
+def test_shared_memory_is_not_written() -> None:
     memory = torch.arange(5.0)
     shared, flat = [memory[:3], memory[2:]], torch.zeros(6)
     flatten_scale(shared, flat, 2.0)
@@ -184,7 +176,7 @@ def test_tensors_that_share_memory_are_read_but_not_written() -> None:
     assert memory.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_written_tensor_has_a_new_version() -> None:
+def test_writes_bump_versions() -> None:
     """Autograd has to notice that a tensor which it saved for a backward has been written."""
     flat, tensor = ones(2), ones(2)
     weight = ones(2, requires_grad=True)
@@ -194,7 +186,7 @@ def test_a_written_tensor_has_a_new_version() -> None:
         product.sum().backward()
 
 
-def test_each_write_counts_once_for_each_tensor() -> None:
+def test_one_version_for_each_write() -> None:
     """Also for a tensor that torch's own operations write: `ParameterGate` tells other writes by it."""
     tensors = [ones(2), ones(6)[::2]]
     before = [tensor._version for tensor in tensors]
@@ -202,7 +194,7 @@ def test_each_write_counts_once_for_each_tensor() -> None:
     assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
 
 
-def test_a_value_that_overflows_in_the_flat_buffers_dtype_is_not_finite() -> None:
+def test_overflow_is_non_finite() -> None:
     flat = torch.empty(100, dtype=torch.float16)
     assert flatten_scale([torch.full((100,), 65519.0)], flat, 1.0, with_stats=True).non_finite.item() is False
     stats = flatten_scale([torch.full((100,), 65520.0)], flat, 1.0, with_stats=True)

@@ -64,7 +64,7 @@ def check(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @CASES
-def test_every_bit_of_the_library_is_the_references(
+def test_library_matches_reference(
     described: Described, flat_dtype: torch.dtype, gap: int, scale: float, with_stats: bool
 ) -> None:
     check(described, flat_dtype, gap, scale, with_stats)
@@ -78,7 +78,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
 @pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True)
 @CASES
-def test_every_bit_of_the_cuda_kernels_is_the_references(
+def test_cuda_matches_reference(
     device: EmulatedDevice, described: Described, flat_dtype: torch.dtype, gap: int, scale: float, with_stats: bool
 ) -> None:
     check(described, flat_dtype, gap, scale, with_stats, device)

@@ -40,7 +40,7 @@ def check_both_ways(tensors: list[Tensor], flat_dtype: torch.dtype, scale: float
         assert ours.non_finite == expected.non_finite
 
 
-def test_an_instruction_set_that_there_is_not_is_refused() -> None:
+def test_unknown_instruction_set_is_refused() -> None:
     core = library.load()
     before = core.instruction_set()
     with pytest.raises(ValueError, match=r"instruction set 'mmx' is not one of .*baseline"):
@@ -50,7 +50,7 @@ def test_an_instruction_set_that_there_is_not_is_refused() -> None:
 
 @pytest.mark.parametrize("flat_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_pairs_of_dtypes_and_sizes(loops: str, dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
+def test_dtypes_and_sizes(loops: str, dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
     tensors = [values_of(numel, dtype, seed) for seed, numel in enumerate(SIZES)]
     check_both_ways(tensors, flat_dtype, 1 / 3)
     ordinary = [torch.randn(numel).to(dtype) for numel in SIZES]
@@ -60,13 +60,13 @@ def test_all_pairs_of_dtypes_and_sizes(loops: str, dtype: torch.dtype, flat_dtyp
 
 
 @pytest.mark.parametrize("flat_dtype", DTYPES)
-def test_buckets_that_are_written_past_the_caches(loops: str, flat_dtype: torch.dtype) -> None:
+def test_large_buckets(loops: str, flat_dtype: torch.dtype) -> None:
     numel = (8 << 20) // flat_dtype.itemsize
     tensors = [torch.randn(3), torch.randn(numel // 2 + 5), torch.randn(numel // 2)]
     check_both_ways(tensors, flat_dtype, 1 / 3)
 
 
-def test_every_half_precision_value_and_every_tie_between_two(loops: str) -> None:
+def test_every_half_precision_value(loops: str) -> None:
     """All 65536 bit patterns as sources; as destinations, all neighbors' midpoints and the values beside those."""
     for dtype in (torch.bfloat16, torch.float16):
         patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -83,7 +83,7 @@ def test_every_half_precision_value_and_every_tie_between_two(loops: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_nan_becomes_the_same_one_wherever_it_stands(loops: str, dtype: torch.dtype) -> None:
+def test_nan_bits(loops: str, dtype: torch.dtype) -> None:
     """No bit may depend on where a thread's part begins."""
     nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
     for nan in nans:
@@ -97,7 +97,7 @@ def test_a_nan_becomes_the_same_one_wherever_it_stands(loops: str, dtype: torch.
     "value",
     [1e30, 3e38, 2e19, 1e-30, 1e-45, 0.0, 65519.0, 65520.0, 3.3895e38, 3.3961775e38, math.inf, -math.inf, math.nan],
 )
-def test_statistics_at_the_edges_of_the_float_range(loops: str, flat_dtype: torch.dtype, value: float) -> None:
+def test_statistics_at_range_edges(loops: str, flat_dtype: torch.dtype, value: float) -> None:
     """Squares may overflow or vanish in float32 although the sum in float64 does neither."""
     for numel in (64, 5000):
         tensors = [torch.full((numel,), value), torch.zeros(numel)]
@@ -107,7 +107,7 @@ def test_statistics_at_the_edges_of_the_float_range(loops: str, flat_dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_statistics_of_what_is_scaled_in_its_place(loops: str, dtype: torch.dtype) -> None:
+def test_statistics_in_place(loops: str, dtype: torch.dtype) -> None:
     flat = torch.cat([torch.randn(5000), torch.full((5000,), 1e-15), torch.full((70,), 6e4)]).to(dtype)
     expected = (flat.float() * 2).to(dtype)
     sum_of_squares = (flat.float() * 2).double().square().sum()

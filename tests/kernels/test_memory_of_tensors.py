@@ -19,7 +19,7 @@ LARGE = 3 << 20
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
-def test_memory_that_is_not_aligned_to_its_elements(offset: int) -> None:
+def test_unaligned_elements(offset: int) -> None:
     memory = bytearray(4 * LARGE + 8)
     odd = torch.frombuffer(memory, dtype=torch.float32, offset=offset, count=LARGE)
     values = torch.arange(LARGE, dtype=torch.float32)
@@ -29,7 +29,7 @@ def test_memory_that_is_not_aligned_to_its_elements(offset: int) -> None:
     assert torch.equal(odd.clone(), values * 2)
 
 
-def test_destinations_that_only_overlap_in_a_wider_dtype() -> None:
+def test_overlap_in_wider_dtype() -> None:
     memory = torch.zeros(24, dtype=torch.uint8)
     plan = FlattenPlan.for_bucket([torch.zeros(4), torch.zeros(4)], torch.arange(8.0))
     plan.unflatten([memory[:8].view(torch.float16), memory[8:16].view(torch.float16)])
@@ -43,7 +43,7 @@ def test_destinations_that_only_overlap_in_a_wider_dtype() -> None:
 @pytest.mark.parametrize(
     "overlapping", [torch.full((1,), 5.0).expand(3), torch.zeros(4).as_strided((3,), (0,)), torch.zeros(1).expand(3)]
 )
-def test_a_destination_whose_elements_overlap_is_refused(overlapping: Tensor) -> None:
+def test_self_overlapping_destination(overlapping: Tensor) -> None:
     first, before = torch.zeros(2), overlapping.clone()
     with pytest.raises(ValueError, match=r"tensor 1 with strides .* cannot be written"):
         unflatten(torch.arange(5.0), [first, overlapping])
@@ -51,7 +51,7 @@ def test_a_destination_whose_elements_overlap_is_refused(overlapping: Tensor) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
-def test_a_destination_of_other_strides_that_meets_another_one(dtype: torch.dtype) -> None:
+def test_overlapping_destinations(dtype: torch.dtype) -> None:
     """Every pair is checked, by whichever implementation moves it, and checked again in each call."""
     plan = FlattenPlan.for_bucket(
         [torch.zeros(3), torch.zeros(2, 3), torch.zeros(0), torch.zeros(2)], torch.arange(11.0)
@@ -76,7 +76,7 @@ def test_a_destination_of_other_strides_that_meets_another_one(dtype: torch.dtyp
         assert torch.equal(memory, kept)
 
 
-def test_a_flat_buffer_that_has_changed_since_the_plan_was_made() -> None:
+def test_changed_flat_buffer() -> None:
     tensors = [torch.ones(100)]
     for change in (
         lambda flat: setattr(flat, "data", torch.zeros(2)),
@@ -91,7 +91,7 @@ def test_a_flat_buffer_that_has_changed_since_the_plan_was_made() -> None:
                 call(tensors, 0.5)
 
 
-def test_freed_storage_is_refused() -> None:
+def test_freed_storage() -> None:
     freed = torch.zeros(100)
     freed.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="flat with 100 elements has no memory"):
@@ -100,7 +100,7 @@ def test_freed_storage_is_refused() -> None:
         minmax_u8_compress(freed)
 
 
-def test_half_precision_in_a_thread_that_flushes_subnormals() -> None:
+def test_flushed_subnormals() -> None:
     halves = torch.tensor([6e-8, 3e-5, 6e-5, -6e-8, 0.0, 1.0], dtype=torch.float16)
     expected = halves.float()
     if not torch.set_flush_denormal(True):
@@ -125,7 +125,7 @@ class MadeOnDemand(Sequence[Tensor]):
         return torch.full((5000,), float(index))
 
 
-def test_tensors_live_until_they_have_been_copied() -> None:
+def test_tensors_live_during_copy() -> None:
     flat = torch.empty(64 * 5000)
     plan = FlattenPlan.for_bucket(list(MadeOnDemand()), flat)
     for _ in range(5):
@@ -153,13 +153,13 @@ def test_two_threads_with_one_plan() -> None:
     assert not wrong
 
 
-def test_compressed_values_are_not_decompressed_over_themselves() -> None:
+def test_decompress_over_itself_is_refused() -> None:
     out = torch.empty(100)
     with pytest.raises(ValueError, match="out shares memory with compressed"):
         minmax_u8_decompress(out.view(torch.uint8)[:112].view(1, 112), out)
 
 
-def test_a_float8_tensor_is_cast() -> None:
+def test_float8() -> None:
     flat = torch.zeros(5)
     tensors = [torch.ones(2), torch.tensor([0.5, 2.0, -4.0]).to(torch.float8_e4m3fn)]
     flatten_scale(tensors, flat, 0.5)

@@ -63,14 +63,14 @@ def largest_difference(model: nn.Module, x: Tensor, scales: tuple[float, ...] = 
 
 
 @pytest.mark.long
-def test_a_float_that_varies_is_not_the_one_that_a_cache_remembers() -> None:
+def test_varying_float_is_not_cached() -> None:
     for scales in ((0.5, 0.25), (0.5, 1.5)):
         torch.manual_seed(0)
         # In evaluation graphs are compiled as under split="none", in training with an edit of the backward.
         assert largest_difference(Scaled(), torch.randn(WIDTH, WIDTH), scales, split="backward") < 1e-5
 
 
-def test_outputs_that_share_memory_are_not_read_from_a_cache() -> None:
+def test_aliased_outputs_are_not_cached() -> None:
     for _ in range(2):
         torch.manual_seed(0)
         assert largest_difference(TwoViews(), torch.randn(2, 4, WIDTH)) < 1e-5

@@ -45,7 +45,7 @@ def run_training(**environment: str) -> str:
     return ended.stderr
 
 
-def test_ddp_graphs_prints_buckets_graph_split_graph_and_partitions(tmp_path: Path) -> None:
+def test_ddp_graphs_log_and_trace(tmp_path: Path) -> None:
     """So do the log of the passes and torch's trace; all in one process."""
     printed = run_training(TORCH_LOGS="ddp_graphs,+ddp_compile.passes", TORCH_TRACE=str(tmp_path))
     for heading in ("buckets", "graph before", "graph after split_forward", "partition_0", "partition_1"):
@@ -71,7 +71,7 @@ def check_what_tlparse_makes_of(trace: Path, report: Path) -> None:
     assert all(path.name in index for path in found.values())
 
 
-def test_nothing_is_printed_by_default() -> None:
+def test_silent_by_default() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
     ended = run_in_copy(exec, TRAINING, {}, environment=environment)
     assert (ended.exit_code, ended.stdout, ended.stderr) == (0, "", "")
@@ -103,22 +103,10 @@ class CheckpointedWhole(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False)
 
 
-def test_a_large_model_that_cannot_be_cut_is_warned_about_once(
-    two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_uncut_model_warns_once(two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture) -> None:
     model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=0.001, backend="aot_eager", split="forward")
     (warning,) = warnings_of(caplog, lambda: backward(model))
     assert "become ready all at once" in warning and "one node computes with gradients of both" in warning
-
-
-def test_a_large_model_trained_in_evaluation_mode_is_told_why_nothing_is_cut(
-    two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = ddp_compile(
-        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), bucket_cap_mb=0.001, backend="eager"
-    ).eval()
-    (warning,) = warnings_of(caplog, lambda: backward(model))
-    assert "put the model into training mode" in warning
 
 
 class WithBatchNorm(nn.Module):
@@ -132,7 +120,7 @@ class WithBatchNorm(nn.Module):
 
 @pytest.mark.parametrize("evaluates", [True, False])
 @pytest.mark.parametrize("train", [lambda model, x: model.net(x), lambda model, x: model.forward(x)])
-def test_a_model_that_is_trained_without_being_called_is_told_so(
+def test_uncalled_model_warns(
     train: Callable[[Any, Tensor], Tensor],
     evaluates: bool,
     two_ranks_in_name_only: None,
@@ -148,9 +136,7 @@ def test_a_model_that_is_trained_without_being_called_is_told_so(
 
 
 @pytest.mark.parametrize("is_called", [True, False])
-def test_a_part_that_is_trained_without_the_module_is_told_that_nothing_is_averaged(
-    is_called: bool, single_rank_group: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_a_part_warns(is_called: bool, single_rank_group: None, caplog: pytest.LogCaptureFixture) -> None:
     model = ddp_compile(WithBatchNorm(), backend="eager")
 
     def train() -> None:
@@ -161,10 +147,3 @@ def test_a_part_that_is_trained_without_the_module_is_told_that_nothing_is_avera
     warnings = warnings_of(caplog, train, times=10)
     assert len(warnings) == (not is_called)
     assert is_called or "the last one of 4 of 6 parameters" in warnings[0]
-
-
-def test_a_model_that_is_cut_is_not_warned_about(
-    two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = ddp_compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), bucket_cap_mb=1e-4, backend="eager")
-    assert warnings_of(caplog, lambda: backward(model, 8)) == []

@@ -18,7 +18,7 @@ tracing = pytest.mark.skipif(
 
 
 @tracing
-def test_it_waits_until_the_other_thread_has_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_waits_for_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ddp_compile(nn.Linear(3, 3), backend="eager")
     model(torch.ones(2, 3))
     outputs: list[torch.Tensor] = []
@@ -34,7 +34,7 @@ def test_it_waits_until_the_other_thread_has_traced(monkeypatch: pytest.MonkeyPa
 
 
 @tracing
-def test_a_trace_of_its_own_thread_is_refused_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_of_own_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ddp_compile(nn.Linear(3, 3), backend="eager")
     monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
     with pytest.raises(RuntimeError, match="symbolically trace"):

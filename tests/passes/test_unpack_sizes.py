@@ -23,7 +23,7 @@ def run(gm: fx.GraphModule, inputs: list[object]) -> Tensor:
     return gm(*(value.node.hint if isinstance(value, torch.SymInt) else value for value in inputs))[0]
 
 
-def test_symbolic_sizes_become_one_node_a_dimension() -> None:
+def test_symbolic_sizes_are_unpacked() -> None:
     gm, inputs = capture(uses_sizes, torch.rand(6, 4), dynamic=True)
     expected = run(gm, inputs)
     held = [interval for interval in find_held_cuts(gm) if "Size" in interval.reason]
@@ -37,7 +37,7 @@ def test_symbolic_sizes_become_one_node_a_dimension() -> None:
     assert torch.equal(run(gm, inputs), expected)
 
 
-def test_a_whole_size_as_an_argument_becomes_a_tuple() -> None:
+def test_size_as_argument_becomes_tuple() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["example_value"] = torch.rand(6, 4)

@@ -63,7 +63,7 @@ def view_of_an_input(x: Any, p0: Any) -> Any:
         (view_of_an_input, ["matmul"], ["t", "cos", "matmul_1"]),
     ],
 )
-def test_views_cross_as_one_value_and_are_made_again(
+def test_one_value_crosses_for_its_views(
     function: Callable[..., Any], crossing: list[str], second_calls: list[str]
 ) -> None:
     _, (first, second) = cut(record(function).gm, "cos")
@@ -71,7 +71,7 @@ def test_views_cross_as_one_value_and_are_made_again(
     assert [name for name in inputs(second) if name != "p0"] == crossing
 
 
-def test_views_beside_what_they_are_views_of_are_made_for_the_caller() -> None:
+def test_returned_views_and_bases() -> None:
     def function(x: Any) -> Any:
         h = torch.sin(x)
         y = h.t()
@@ -86,7 +86,7 @@ def test_views_beside_what_they_are_views_of_are_made_for_the_caller() -> None:
     assert target_value.untyped_storage().data_ptr() == y_value.untyped_storage().data_ptr()
 
 
-def test_a_view_made_under_no_grad_is_made_again_under_no_grad() -> None:
+def test_no_grad_views() -> None:
     def function(call: Any, x: Any) -> Any:
         h = torch.sin(x)
         call(torch._C._set_grad_enabled, False)
@@ -103,7 +103,7 @@ def test_a_view_made_under_no_grad_is_made_again_under_no_grad() -> None:
     assert x.grad is None
 
 
-def test_what_computes_writes_or_has_a_hook_is_not_made_again() -> None:
+def test_what_is_no_view() -> None:
     def function(x: Any, hook: Any) -> Any:
         h = torch.sin(x)
         reached, doubled, watched = h.as_strided((2,), (1,)), h.mul_(2), h.view(-1)
@@ -120,7 +120,7 @@ def user_function(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1)
 
 
-def test_what_a_function_of_the_users_returns_of_its_argument_does_not_cross() -> None:
+def test_views_of_user_functions_hold_cuts() -> None:
     def function(call: Any, x: Any, is_returned: bool) -> Any:
         h = torch.sin(x)
         if is_returned:
@@ -137,14 +137,3 @@ def test_what_a_function_of_the_users_returns_of_its_argument_does_not_cross() -
     # The caller gets it: it stays with its argument.
     gm, _ = record(lambda call, x: function(call, x, is_returned=True))
     assert {(h.first, h.last) for h in find_held_cuts(gm)} == {(find(gm, "sin") + 1, len(gm.graph.nodes) - 1)}
-
-
-def test_views_that_can_be_made_again_hold_no_cut() -> None:
-    def function(x: Any) -> Any:
-        h = torch.sin(x)
-        views = h.t(), h.detach(), h.contiguous()
-        for view in views:
-            h = torch.add(h, torch.cos(view))
-        return h, *views
-
-    assert find_held_cuts(record(function).gm) == []

@@ -128,7 +128,7 @@ def both_splits(names: Collection[str], in_ci: Collection[tuple[str, str]]) -> p
 
 
 @both_splits(CASES, [("forward", n) for n in FORWARD_CASES_IN_CI] + [("backward", n) for n in BACKWARD_CASES_IN_CI])
-def test_a_split_model_trains_as_the_eager_one(name: str, split: str) -> None:
+def test_split_models_train(name: str, split: str) -> None:
     if (name, split) == (WRONG_IN_ONE_GRAPH, "backward"):
         pytest.skip("torch computes a wrong gradient of it in one graph")
     make, least_partitions = CASES[name]
@@ -155,7 +155,7 @@ INDUCTOR_CASES = ["buffer_writes", "conv_net_channels_last", "nested_regions", "
 # In CI they are left to aot_eager, and inductor to `test_gradient_parity`.
 @pytest.mark.inductor
 @both_splits(INDUCTOR_CASES, [])
-def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, split: str) -> None:
+def test_split_models_under_inductor(name: str, split: str) -> None:
     torch.manual_seed(0)
     reference = CASES[name][0]()
     model = make_split(copy.deepcopy(reference), split, "inductor")
@@ -165,14 +165,7 @@ def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, split: 
         assert model._ddp_compile_state.reducer.early_buckets
 
 
-def test_a_model_without_a_cut_says_so_in_explain() -> None:
-    torch.manual_seed(0)
-    model = ddp_compile(models.InplaceSlices(), bucket_cap_mb=1e-5, backend="eager")
-    tensor_sum(model(torch.randn(5, WIDTH))).backward()
-    assert "writes into" in str(model.explain())
-
-
-def test_whole_graph_is_one_partition_with_split_none() -> None:
+def test_split_none() -> None:
     model = ddp_compile(models.Plain(), bucket_cap_mb=1e-5, backend="eager", split="none")
     tensor_sum(model(torch.randn(5, WIDTH))).backward()
     (report,) = model._ddp_compile_state.backend.reports

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
@@ -83,7 +82,7 @@ class Raises:
         return gm.forward
 
 
-def test_a_partition_that_does_not_compile_runs_eagerly(warnings_of_ours: Warnings) -> None:
+def test_failed_partition_runs_eagerly(warnings_of_ours: Warnings) -> None:
     backend = Raises(ValueError("no kernel for this\nand much more"), numbers=(1,))
     model = replicated(backend=backend)
     assert_trains_as_the_plain_module(model)
@@ -99,26 +98,7 @@ def test_a_partition_that_does_not_compile_runs_eagerly(warnings_of_ours: Warnin
     )
 
 
-def test_every_failure_is_named_and_the_ways_out_only_once(warnings_of_ours: Warnings) -> None:
-    assert_trains_as_the_plain_module(replicated(backend=Raises(ValueError(), numbers=(0, 1, 2))))
-    first, *others = warnings_of_ours()
-    assert first.startswith("rank 0: partition_0 of graph 0 (0.weight, 0.bias) did not compile")
-    assert "fullgraph=True" in first
-    assert others == [
-        f"rank 0: partition_{i} of graph 0 ({2 * i}.weight, {2 * i}.bias) did not compile and runs eagerly:"
-        " ValueError: without a message"
-        for i in (1, 2)
-    ]
-
-
-def test_the_whole_error_is_logged_for_those_who_ask(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="ddp_compile.compile.graph_compiler")
-    assert_trains_as_the_plain_module(replicated(backend=Raises(ValueError("first\nsecond"), numbers=(1,))))
-    (whole,) = [record for record in caplog.records if record.exc_info]
-    assert str(whole.exc_info[1]) == "first\nsecond"
-
-
-def test_graphs_that_are_not_split_run_eagerly_too(warnings_of_ours: Warnings) -> None:
+def test_failed_whole_graph_runs_eagerly(warnings_of_ours: Warnings) -> None:
     """Those of evaluation, with gradients and without, and of training."""
     for under_no_grad in (True, False):
         model = replicated(backend=Raises(ValueError("no"), numbers=(0,))).eval()
@@ -133,7 +113,7 @@ def test_graphs_that_are_not_split_run_eagerly_too(warnings_of_ours: Warnings) -
     assert "graph 0 (0.weight, 0.bias, ..., 4.bias) did not compile and runs eagerly: ValueError: no" in of_training
 
 
-def test_under_fullgraph_the_compilers_error_is_raised(warnings_of_ours: Warnings) -> None:
+def test_fullgraph_raises_compiler_error(warnings_of_ours: Warnings) -> None:
     model = replicated(backend=Raises(ValueError("no kernel for this"), numbers=(1,)), fullgraph=True)
     with pytest.raises(BackendCompilerFailed, match="no kernel for this"):
         model(torch.randn(4, 8))
@@ -153,7 +133,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
         (InductorError(OUT_OF_MEMORY, None), InductorError),
     ],
 )
-def test_what_is_no_fault_of_the_graph_is_raised_and_the_next_forward_compiles(
+def test_interrupts_and_memory_errors_are_raised(
     error: BaseException, raised: type[BaseException], warnings_of_ours: Warnings
 ) -> None:
     model = replicated(backend=Raises(error, numbers=(1,)))
@@ -166,9 +146,7 @@ def test_what_is_no_fault_of_the_graph_is_raised_and_the_next_forward_compiles(
 @pytest.mark.parametrize(
     ("error", "num_calls"), [(TensorifyScalarRestartAnalysis(), 2 + 3), (SkipFrame("bfloat16 is not supported"), 2)]
 )
-def test_a_compiler_may_ask_dynamo_to_trace_again_or_to_leave_the_frame_alone(
-    error: Exception, num_calls: int, warnings_of_ours: Warnings
-) -> None:
+def test_requests_to_dynamo_pass_through(error: Exception, num_calls: int, warnings_of_ours: Warnings) -> None:
     backend = Raises(error, numbers=(1,))
     model = replicated(backend=backend)
     assert_trains_as_the_plain_module(model)
@@ -191,7 +169,7 @@ def raise_in_backward(graph: fx.Graph) -> None:
 
 
 @pytest.mark.inductor
-def test_a_forward_that_inductor_fails_at_runs_as_dynamo_made_it(warnings_of_ours: Warnings) -> None:
+def test_failed_inductor_forward(warnings_of_ours: Warnings) -> None:
     model = replicated(options={"pre_grad_custom_pass": rewrite_and_raise})
     assert_trains_as_the_plain_module(model, num_steps=1)
     assert len(warnings_of_ours()) == 3
@@ -200,7 +178,7 @@ def test_a_forward_that_inductor_fails_at_runs_as_dynamo_made_it(warnings_of_our
 
 
 @pytest.mark.inductor
-def test_a_backward_that_inductor_fails_at_runs_eagerly_in_the_same_step(
+def test_failed_inductor_backward(
     warnings_of_ours: Warnings,
 ) -> None:
     counters.clear()
@@ -214,7 +192,7 @@ def test_a_backward_that_inductor_fails_at_runs_eagerly_in_the_same_step(
 
 
 @pytest.mark.inductor
-def test_a_backward_that_hands_buckets_over_does_so_when_it_runs_eagerly(
+def test_failed_backward_still_launches_buckets(
     warnings_of_ours: Warnings,
 ) -> None:
     model = replicated(linear_model, split="backward", options={"post_grad_custom_post_pass": raise_in_backward})
@@ -240,7 +218,7 @@ class CheckpointedDropout(nn.Module):
 
 
 @pytest.mark.inductor
-def test_a_backward_that_would_draw_other_random_numbers_is_an_error() -> None:
+def test_failed_backward_with_random_numbers() -> None:
     model = ddp_compile(CheckpointedDropout(), options={"post_grad_custom_post_pass": raise_in_backward})
     for _ in range(2):
         with pytest.raises(
@@ -252,7 +230,7 @@ def test_a_backward_that_would_draw_other_random_numbers_is_an_error() -> None:
 
 
 @pytest.mark.inductor
-def test_the_way_out_of_that_error_is_one() -> None:
+def test_fallback_random_is_the_way_out() -> None:
     torch.manual_seed(0)
     model = ddp_compile(
         CheckpointedDropout(), options={"post_grad_custom_post_pass": raise_in_backward, "fallback_random": True}
@@ -264,20 +242,7 @@ def test_the_way_out_of_that_error_is_one() -> None:
     torch.testing.assert_close(model.layer.bias.grad, (kept * model.layer(x).cos()).sum(0))
 
 
-def no_backward(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
-    raise ValueError("no kernel for this backward")
-
-
-def test_another_backends_late_backward_raises_as_it_does_under_torch_compile() -> None:
-    backend = aot_autograd(fw_compiler=lambda gm, inputs: gm.forward, bw_compiler=no_backward)
-    model = replicated(backend=backend)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no kernel for this backward"):
-            model(torch.randn(4, 8)).sum().backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_modules_inside_of_a_graph_are_copied_with_it() -> None:
+def test_nested_graphs_are_copied() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -313,7 +278,7 @@ def body_with_a_collective() -> fx.GraphModule:
 
 
 @pytest.mark.parametrize("way", ["as in torch 2.11", "traced"])
-def test_gradients_that_this_torch_loses_are_an_error(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_gradients_of_collectives(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only torch 2.11 puts a function that communicates into a graph; its gradient is then zero."""
     if way == "traced" and torch.__version__ >= "2.12":
         pytest.skip("this torch breaks the graph there")
@@ -326,16 +291,3 @@ def test_gradients_that_this_torch_loses_are_an_error(way: str, monkeypatch: pyt
             gm = fx.GraphModule(nn.Module(), fx.Graph())
             gm.add_module("fwd_body_0", body_with_a_collective())
             model._ddp_compile_state.backend(gm, [])
-
-
-def test_collectives_have_gradients_where_graphs_break_at_them() -> None:
-    """The workaround for torch 2.11, which later versions do not need."""
-
-    class Disabled(AllReduced):
-        forward = torch.compiler.disable(AllReduced.forward)
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 8), Disabled(8, 8), nn.Linear(8, 3))
-
-    assert_trains_as_the_plain_module(replicated(make, backend="eager"), make=make)

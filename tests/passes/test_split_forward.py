@@ -43,7 +43,7 @@ EACH = [["matmul", "tanh"], ["matmul_1", "tanh_1"], ["matmul_2", "tanh_2"]]
         (2, ([9, 1], [0, 8]), EACH[:2]),  # parameters 8 and 9 are in other graphs
     ],
 )
-def test_each_bucket_gets_a_partition(num_layers: int, buckets: Any, expected: list[list[str]]) -> None:
+def test_partition_for_each_bucket(num_layers: int, buckets: Any, expected: list[list[str]]) -> None:
     gm, parameter_of = chain(num_layers)
     result = split_forward_pass(gm, context(parameter_of, *buckets))
     assert partitions(result.gm) == expected
@@ -51,26 +51,21 @@ def test_each_bucket_gets_a_partition(num_layers: int, buckets: Any, expected: l
 
 
 @pytest.mark.parametrize("members", [[], [[0, 1]], [[7, 0, 1]], [[0, 1], [5]]])
-def test_fewer_than_two_buckets_leave_the_graph_as_it_is(members: list[list[int]]) -> None:
+def test_one_bucket_is_not_cut(members: list[list[int]]) -> None:
     gm, parameter_of = chain(2)
     result = split_forward_pass(gm, context(parameter_of, *members))
     assert result.gm is gm and result.num_changed == 0 and result.declined == ()
 
 
-def test_work_before_the_first_parameter_goes_with_the_last_bucket() -> None:
-    result = split(lambda x, p0, p1: torch.matmul(torch.matmul(torch.sin(x), p0), p1), [1], [0])
-    assert partitions(result.gm) == [["sin", "matmul"], ["matmul_1"]]
-
-
 ONE_NODE = Declined("addmm", "bucket 0 is launched with bucket 1: one node computes with gradients of both", 0)
 
 
-def test_two_buckets_that_meet_in_one_node_leave_together() -> None:
+def test_buckets_of_one_node() -> None:
     result = split(lambda x, p0, p1: torch.sin(torch.addmm(p0, x, p1)), [1], [0])
     assert (result.num_changed, result.declined) == (0, (ONE_NODE,))
 
 
-def test_a_parameter_used_again_early_lets_its_bucket_leave_with_the_early_one() -> None:
+def test_parameter_used_twice() -> None:
     def function(x: Any, p0: Any, p1: Any, p2: Any) -> Any:
         for weight in (p0, p1, p2, p0):
             x = torch.matmul(x, weight)
@@ -85,11 +80,6 @@ def held_once(x: Any, p0: Any, p1: Any) -> Any:
     y = torch.sin(x)
     pair = x.chunk(1)
     return torch.add(torch.matmul(y, p1), pair[0])
-
-
-def held_from_the_start(x: Any, p0: Any, p1: Any) -> Any:
-    pair = x.chunk(1)
-    return torch.add(torch.matmul(torch.matmul(x, p0), p1), pair[0])
 
 
 def held_by_two_tuples(x: Any, p0: Any, p1: Any) -> Any:
@@ -117,7 +107,6 @@ TOGETHER = f"bucket 0 is launched with bucket 1: {TUPLE}"
             [["matmul", "sin"], ["chunk", "matmul_1", "getitem", "add"]],
             [("matmul_1", f"cut moved up to chunk: {TUPLE}")],
         ),
-        (held_from_the_start, [], [("matmul_1", TOGETHER)]),
         (
             held_by_two_tuples,
             [
@@ -133,7 +122,7 @@ TOGETHER = f"bucket 0 is launched with bucket 1: {TUPLE}"
         ),
     ],
 )
-def test_a_cut_that_is_held_moves_up_or_is_not_made_and_every_reason_is_named(
+def test_held_cuts_move_up(
     function: Callable[..., Any], expected: list[list[str]], declined: list[tuple[str, str]]
 ) -> None:
     buckets = [[2], [1], [0]] if function is held_twice else [[1], [0]]
@@ -143,14 +132,14 @@ def test_a_cut_that_is_held_moves_up_or_is_not_made_and_every_reason_is_named(
     assert all(f"bucket {each.bucket} " in each.reason or "moved" in each.reason for each in result.declined)
 
 
-def test_with_every_cut_or_none_a_graph_that_misses_one_stays_whole_and_says_why() -> None:
+def test_every_cut_or_none() -> None:
     # A cut that moves still lets its bucket be launched before the next.
     assert len(partitions(split(held_once, [1], [0], every_cut_or_none=True).gm)) == 2
     result = split(held_twice, [2], [1], [0], every_cut_or_none=True)
     assert result.num_changed == 0 and Declined("matmul_2", TOGETHER, 0) in result.declined
 
 
-def test_every_cut_or_none_asks_for_none_within_an_operator() -> None:
+def test_every_cut_or_none_within_an_operator() -> None:
     def function(x: Any, p0: Any, p1: Any, p2: Any) -> Any:
         return torch.matmul(torch.addmm(p0, x, p1), p2)
 

@@ -55,7 +55,7 @@ def values(seen: list[dict[str, Any]], setting: str) -> dict[bool, set[object]]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("split", ["forward", "backward"])
-def test_it_arrives_in_each_graph(
+def test_setting_reaches_each_graph(
     setting: str, split: str, seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dynamo, "_KEEP_ORDER", {setting: False})
@@ -64,9 +64,7 @@ def test_it_arrives_in_each_graph(
     assert values(seen, setting) == {False: {False}, True: {False}}
 
 
-def test_it_arrives_if_the_backend_is_inductors_function(
-    seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_setting_reaches_compile_fx(seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamo, "_KEEP_ORDER", {STAND_IN: False})
     inner = compile_fx.compile_fx_inner
     train("backward", backend=functools.partial(compile_fx.compile_fx, inner_compile=inner))
@@ -74,15 +72,8 @@ def test_it_arrives_if_the_backend_is_inductors_function(
 
 
 @pytest.mark.parametrize("way", ["options", "process"])
-def test_what_the_user_has_asked_for_stays(
-    way: str, seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_setting_stays(way: str, seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamo, "_KEEP_ORDER", {STAND_IN: False})
     with config.patch({STAND_IN: True}) if way == "process" else nullcontext():
         train("backward", **({"options": {STAND_IN: True}} if way == "options" else {}))
     assert values(seen, STAND_IN) == {False: {True}, True: {True}}
-
-
-def test_a_torch_without_the_setting_is_given_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamo, "_KEEP_ORDER", {"aten_distributed_optimizations.of_a_torch_to_come": False})
-    assert dynamo.order_keeping_settings() == {}

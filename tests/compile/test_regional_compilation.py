@@ -70,7 +70,7 @@ def backward(model: nn.Module, rows: int = 4) -> None:
 # What is a region.
 
 
-def test_auto_finds_what_repeats_in_a_container_from_the_outside() -> None:
+def test_auto_regions() -> None:
     assert list(find_regions(Stages(), "auto")) == [
         *("encoder.0", "encoder.1", "stages.0.0", "stages.0.1", "mixed.0", "mixed.3")
     ]
@@ -78,19 +78,13 @@ def test_auto_finds_what_repeats_in_a_container_from_the_outside() -> None:
     assert list(find_regions(nested, "auto")) == ["0", "1"]
 
 
-def test_a_list_names_classes_and_subclasses_from_the_outside() -> None:
-    assert list(find_regions(Stages(), [Other, nn.Sequential])) == ["stages", "mixed.1"]
-    assert list(find_regions(nn.Sequential(Model(), Model()), (Block, Model))) == ["0", "1"]
-    assert "mixed.1" in find_regions(Stages(), [Block])
-
-
-def test_a_block_that_stands_in_several_places_is_one_region() -> None:
+def test_shared_block_is_one_region() -> None:
     block = Block()
     model = nn.ModuleDict({"a": nn.ModuleList([block, block]), "b": nn.ModuleList([Block(), block])})
     assert list(find_regions(model, "auto")) == ["a.0", "b.0"]
 
 
-def test_parameters_belong_to_the_region_of_their_first_name() -> None:
+def test_region_of_parameters() -> None:
     model = Model(3)
     model.blocks[2].linear.weight = model.blocks[0].linear.weight
     model.blocks[1].linear.weight = model.stem.weight
@@ -107,7 +101,7 @@ def test_parameters_belong_to_the_region_of_their_first_name() -> None:
 # How often something is compiled.
 
 
-def test_24_blocks_are_compiled_once_for_training_and_once_for_evaluation() -> None:
+def test_blocks_share_compiled_code() -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(Model(24), regions="auto", backend=counter)
     reference = copy.deepcopy(model)
@@ -125,24 +119,6 @@ def test_24_blocks_are_compiled_once_for_training_and_once_for_evaluation() -> N
     assert says in str(model.explain())
 
 
-def test_another_shape_is_one_graph_more_for_all_regions() -> None:
-    counter = CompileCounter()
-    model = ddp_compile(Model(), regions="auto", backend=counter)
-    for rows in (4, 6, 7, 4):
-        backward(model, rows)
-    assert counter.frame_count == 2  # the second one has any number of rows
-
-
-def test_evaluation_of_regions_is_left_eager_where_that_is_asked_for() -> None:
-    counter = CompileCounter()
-    model = ddp_compile(Model(), regions="auto", backend=counter, compile_evaluation=False)
-    with torch.no_grad():
-        model(torch.randn(4, WIDTH))
-    assert counter.frame_count == 0
-    backward(model)
-    assert counter.frame_count == 1
-
-
 class Numbered(Block):
     """As blocks that know which layer they are."""
 
@@ -156,7 +132,7 @@ class Numbered(Block):
         return super().forward(x, 1 / self.number)
 
 
-def test_blocks_that_differ_are_all_compiled_beyond_dynamos_limit() -> None:
+def test_recompile_limit_of_regions() -> None:
     counter = CompileCounter()
     with torch._dynamo.config.patch(recompile_limit=2):
         model = ddp_compile(Model(4, Numbered), regions="auto", backend=counter)
@@ -171,7 +147,7 @@ class Drops(Block):
         return nn.functional.dropout(x, 0.5, self.training)
 
 
-def test_a_region_with_a_graph_break_is_not_taken_for_the_other_mode() -> None:
+def test_region_with_graph_break_follows_mode() -> None:
     model = ddp_compile(Model(make=Drops), regions="auto", backend="eager")
     x = torch.randn(4, WIDTH)
     assert not torch.equal(model(x), model(x))
@@ -179,7 +155,7 @@ def test_a_region_with_a_graph_break_is_not_taken_for_the_other_mode() -> None:
     assert torch.equal(model(x), model(x))
 
 
-def test_fullgraph_refuses_a_graph_break_inside_a_region_alone() -> None:
+def test_fullgraph_applies_to_regions() -> None:
     counter = CompileCounter()
     model = ddp_compile(BreaksOutside(), regions="auto", backend=counter, fullgraph=True)
     x = torch.randn(4, WIDTH, requires_grad=True)  # like what the blocks after the first one get
@@ -234,7 +210,7 @@ def steps_with_hooks(model: nn.Module, where: str, when: int) -> list[Tensor]:
         ],
     ),
 )
-def test_hooks_of_one_block_are_called_and_no_others(num_blocks: int, where: str, when: int) -> None:
+def test_hooks_of_blocks(num_blocks: int, where: str, when: int) -> None:
     model = Model(num_blocks)
     expected = steps_with_hooks(copy.deepcopy(model), where, when)
     found = steps_with_hooks(ddp_compile(model, regions=[Block], backend="aot_eager"), where, when)
@@ -253,7 +229,7 @@ class Checkpoints(Model):
         return self.head(x)
 
 
-def test_a_checkpoint_is_compiled_both_times_whatever_evaluation_is() -> None:
+def test_checkpointed_region_runs_compiled_twice() -> None:
     runs = []
 
     def backend(gm: Any, _inputs: Any) -> Callable[..., Any]:
@@ -274,7 +250,7 @@ def test_a_checkpoint_is_compiled_both_times_whatever_evaluation_is() -> None:
 # What is left when it is gone.
 
 
-def test_regions_are_plain_again_in_copies_and_after_unwrap() -> None:
+def test_copies_of_regions_are_plain() -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(Model(), regions="auto", backend=counter)
     keys = list(model.state_dict())
@@ -288,7 +264,7 @@ def test_regions_are_plain_again_in_copies_and_after_unwrap() -> None:
     assert counter.frame_count == 0
 
 
-def test_the_module_and_its_regions_are_freed_and_a_region_that_outlives_it_runs_eagerly() -> None:
+def test_regions_are_freed() -> None:
     counter = CompileCounter()
     model = ddp_compile(Model(), regions="auto", backend=counter)
     backward(model)
@@ -320,12 +296,12 @@ def test_the_module_and_its_regions_are_freed_and_a_region_that_outlives_it_runs
         ),
     ],
 )
-def test_settings_that_cannot_be(make: Callable[[], nn.Module], settings: dict[str, Any], says: str) -> None:
+def test_wrong_regions_are_refused(make: Callable[[], nn.Module], settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ddp_compile(make(), backend="eager", **settings)
 
 
-def test_a_region_that_is_compiled_already() -> None:
+def test_compiled_region_is_refused() -> None:
     model = Model()
     model.blocks[2].compile(backend="eager")
     with pytest.raises(

@@ -33,7 +33,7 @@ def waits(gm: fx.GraphModule) -> list[fx.Node]:
     return gm.graph.find_nodes(op="call_function", target=AWAIT_PARAMETERS)
 
 
-def test_each_bucket_is_waited_for_before_the_first_node_that_reads_one_of_its_parameters() -> None:
+def test_waits_before_first_reader() -> None:
     gm, num_changed, declined = await_parameters_pass(layers(4), context([3, 2], [1], [0], reads=range(4)))
     assert (num_changed, declined) == (3, ())
     views = ["permute", "permute_1", "permute_2", "permute_3"]
@@ -41,23 +41,14 @@ def test_each_bucket_is_waited_for_before_the_first_node_that_reads_one_of_its_p
     gm.graph.lint()
 
 
-def test_the_operator_is_given_the_reducer_the_parameters_and_a_value_of_before() -> None:
+def test_wait_arguments() -> None:
     gm, _, _ = await_parameters_pass(layers(3), context([2], [1], [0], reads=range(3)))
     assert [[node.name for node in wait.args[0]] for wait in waits(gm)] == [["w0"], ["w1"], ["w2"]]
     assert [[node.name for node in wait.args[3]] for wait in waits(gm)] == [[], ["mm"], ["mm_1"]]
     assert {wait.args[1] for wait in waits(gm)} == {7}
 
 
-def test_what_is_in_no_bucket_or_is_no_input_of_its_own_is_waited_for_at_the_begin() -> None:
+def test_other_parameters_are_awaited_first() -> None:
     gm, _, _ = await_parameters_pass(layers(3, unknown=[2]), context([2], [0], reads=[0, 1, 2]))
     assert calls(gm)[:5] == ["await [1, 2]", "permute", "permute_1", "permute_2", "await [0]"]
     assert {node.name for node in waits(gm)[0].args[0]} == {"w0", "w1", "w2", "x"}
-
-
-def test_buckets_that_one_node_reads_are_waited_for_before_it() -> None:
-    build = BackwardBuilder()
-    first, second = (forward_input(build, f"w{i}", i) for i in range(2))
-    gm = build.output(build.call(aten.mm.default, first, second))
-    gm, _, _ = await_parameters_pass(gm, context([1], [0], reads=[0, 1]))
-    assert sorted(calls(gm)) == ["await [0]", "await [1]", "mm"]
-    assert calls(gm)[-1] == "mm"

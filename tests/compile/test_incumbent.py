@@ -54,13 +54,13 @@ class KeywordParameters(Layers):
         return x
 
 
-def test_parameters_passed_by_keyword_are_not_seen() -> None:
+def test_keyword_parameters_are_not_seen() -> None:
     counter = CompileCounter()
     incumbent(KeywordParameters(), backend=counter)(torch.randn(2, 600))
     assert counter.frame_count == 1
 
 
-def test_graphs_and_the_reducers_buckets_follow_different_rules() -> None:
+def test_graphs_and_buckets_differ() -> None:
     counter = CompileCounter()
     layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])
     model = DistributedDataParallel(Passes(layers), bucket_cap_mb=1.5)

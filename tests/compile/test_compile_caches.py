@@ -28,7 +28,7 @@ def train_in_a_process(directory: Path, wanted: list[int | None]) -> list[dict[s
 
 @pytest.mark.inductor
 @pytest.mark.slow
-def test_a_warm_process_hits_both_caches_and_still_launches_inside_the_backward(tmp_path: Path) -> None:
+def test_warm_caches(tmp_path: Path) -> None:
     # Plain torch.compile first, two models with one plan, and the same model with another plan.
     cold = train_in_a_process(tmp_path, [None, 1, 1, 2])
     assert [entry["num_early"] for entry in cold] == [0, 3, 3, 1]
@@ -65,7 +65,7 @@ def passes_of(theirs: Any, key: str) -> list[Any]:
 
 
 @takes_several_passes
-def test_the_users_own_pass_runs_beside_the_key() -> None:
+def test_user_pass_beside_cache_key() -> None:
     theirs = CountsCalls("theirs")
     for present in (theirs, [theirs]):
         passes = passes_of(present, "ours")
@@ -76,13 +76,13 @@ def test_the_users_own_pass_runs_beside_the_key() -> None:
 
 
 @takes_several_passes
-def test_without_a_pass_of_the_users_there_is_the_key_alone() -> None:
+def test_cache_key_alone() -> None:
     (only,) = passes_of(None, "ours")
     only(fx.Graph())
     assert only.uuid() == "ours"
 
 
-def test_a_torch_that_takes_one_pass_gets_one_that_does_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_key_on_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(custom_graph_pass, "get_custom_graph_passes", raising=False)
     theirs = CountsCalls("theirs")
     both = backward_compile._with_cache_key(theirs, "ours")

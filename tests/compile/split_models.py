@@ -151,16 +151,6 @@ class SizesAcrossLayers(Layers):
         return x[:half] * half
 
 
-class InplaceSlices(Layers):
-    """Every write goes into a part of one tensor that stays in use, so no cut is possible."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        for layer in self.layers:
-            x[:2] += torch.tanh(layer(x.clone()))[:2]
-        return x
-
-
 class InplaceUnderOtherNames(Layers):
     """In-place sums that must stay in place: a view looks on, the history is kept, or the dtype is."""
 
