@@ -1,4 +1,4 @@
-"""Every private torch name that this package uses, in torch 2.11 to 2.15. docs/torch_facts.md says how they differ.
+"""Every private torch name that this package uses, in torch 2.11 to 2.15. docs/compatibility.md says how they differ.
 
 No other file of the package may use one: tests/unit/test_layers.py.
 """
