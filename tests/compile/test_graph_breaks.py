@@ -189,16 +189,6 @@ def test_nested_blocks_are_compiled_once(make_block: Callable[[], nn.Module], sa
     assert f"{said}: 2 graphs for training" in str(model.explain()) and not_said not in str(model.explain())
 
 
-def test_compiled_block_stays_compiled() -> None:
-    module, counter = Loop(), CompileCounter()
-    module.blocks[1].compile(backend=counter)
-    model: Any = ddp_compile(module, backend="eager")
-    backward(model)
-    assert counter.frame_count == 1
-    assert "2 regions of Block (blocks.0, blocks.2)" in str(model.explain())
-    assert model.unwrap().blocks[1]._compiled_call_impl is not None
-
-
 def test_copies_of_blocks_are_plain() -> None:
     model: Any = ddp_compile(Loop(), backend="eager")
     backward(model)

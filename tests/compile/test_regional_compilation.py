@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -248,20 +247,6 @@ def test_checkpointed_region_runs_compiled_twice() -> None:
 
 
 # What is left when it is gone.
-
-
-def test_copies_of_regions_are_plain() -> None:
-    counter = CompileCounter()
-    model: Any = ddp_compile(Model(), regions="auto", backend=counter)
-    keys = list(model.state_dict())
-    assert keys == list(Model().state_dict())
-    assert "regions" in str(model.explain())
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    block = copy.deepcopy(model.blocks[0])
-    for plain in (*copies, model.unwrap()):
-        backward(plain)
-    block(torch.randn(4, WIDTH))
-    assert counter.frame_count == 0
 
 
 def test_regions_are_freed() -> None:

@@ -36,20 +36,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "checkpointed_whole": (models.CheckpointedWhole, 1),
     "conjugated_view": (models.ConjugatedView, 2),
     "inplace_under_other_names": (models.InplaceUnderOtherNames, 1),
-    "buffer_writes": (models.BufferWrites, 4),
-    "buffer_read_then_written": (models.BufferReadThenWritten, 2),
-    "input_written": (models.InputWritten, 1),
     "shared_layer": (models.SharedLayer, 4),
     "tied_weights": (models.TiedWeights, 3),
     "data_dependent_shape": (models.DataDependentShape, 3),
     "scalar_from_tensor": (models.ScalarFromTensor, 3),
     "conditional": (models.Conditional, 4),
-    "write_through_view_of_a_slice": (models.WriteThroughViewOfASlice, 2),
     "hook_on_a_gradient": (models.HookOnAGradient, 2),
     "function_transforms": (models.FunctionTransforms, 4),
     "nested_regions": (models.NestedRegions, 4),
     "sizes_across_layers": (models.SizesAcrossLayers, 8),
-    "shared_norm_in_checkpoints": (models.SharedNormInCheckpoints, 4),
     "conv_net_channels_last": (lambda: models.ConvNet().to(memory_format=torch.channels_last), 3),
 }
 # Other inputs than five rows of `WIDTH`.
@@ -99,10 +94,6 @@ def assert_close(what: str, ours: Any, theirs: Any, tolerance: float) -> None:
     assert difference <= tolerance * theirs.double().norm().item(), f"{what} differs by {difference}"
 
 
-# aot_eager of torch 2.13 computes a wrong gradient of it by itself: docs/decisions/aot_eager_buffers.md.
-WRONG_IN_ONE_GRAPH = "buffer_read_then_written"
-
-
 def make_split(module: nn.Module, split: str, backend: str) -> nn.Module:
     model = ddp_compile(module, bucket_cap_mb=1e-5, split=split, backend=backend)
     if split == "backward":
@@ -115,7 +106,7 @@ def make_split(module: nn.Module, split: str, backend: str) -> nn.Module:
 # other tests train there as well: convolutions, regions and tied weights, for example.
 BACKWARD_CASES_IN_CI = {"checkpointed_whole", "function_transforms", "hook_on_a_gradient"}
 LEFT_TO_OTHERS_IN_CI = {
-    *("autocast_inside", "buffer_writes", "checkpointed_blocks", "conv_net_channels_last", "nested_regions"),
+    *("autocast_inside", "checkpointed_blocks", "conv_net_channels_last", "nested_regions"),
     *("shared_layer", "tied_weights"),
 }
 FORWARD_CASES_IN_CI = CASES.keys() - BACKWARD_CASES_IN_CI - LEFT_TO_OTHERS_IN_CI
@@ -129,8 +120,6 @@ def both_splits(names: Collection[str], in_ci: Collection[tuple[str, str]]) -> p
 
 @both_splits(CASES, [("forward", n) for n in FORWARD_CASES_IN_CI] + [("backward", n) for n in BACKWARD_CASES_IN_CI])
 def test_split_models_train(name: str, split: str) -> None:
-    if (name, split) == (WRONG_IN_ONE_GRAPH, "backward"):
-        pytest.skip("torch computes a wrong gradient of it in one graph")
     make, least_partitions = CASES[name]
     torch.manual_seed(0)
     reference = make()
@@ -149,7 +138,7 @@ def test_split_models_train(name: str, split: str) -> None:
         assert sum(report.num_partitions for report in reports) >= least_partitions, model.explain()
 
 
-INDUCTOR_CASES = ["buffer_writes", "conv_net_channels_last", "nested_regions", "sizes_across_layers"]
+INDUCTOR_CASES = ["conv_net_channels_last", "nested_regions", "sizes_across_layers"]
 
 
 # In CI they are left to aot_eager, and inductor to `test_gradient_parity`.

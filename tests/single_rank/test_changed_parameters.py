@@ -253,13 +253,6 @@ def test_a_change_that_leaves_the_reduced_parameters_what_they_are_is_none(chang
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
-def test_a_parameter_that_is_ignored_may_change() -> None:
-    model: Any = replicated(parameters_to_ignore=["head.weight", "head.bias"])
-    train(model)
-    replace_head(model)
-    train(model, num_steps=4)
-
-
 def test_freezing_within_a_step_is_none() -> None:
     """A discriminator that is frozen while the generator trains through it."""
     model = replicated()

@@ -186,12 +186,6 @@ def test_a_model_that_is_let_go_leaves_nothing_of_its_graphs(split: str) -> None
     assert left_after[4] - left_after[0] < 50
 
 
-def test_slices_and_siblings_are_plain() -> None:
-    model = ddp_compile(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), backend="eager")
-    assert type(model[:2]) is nn.Sequential
-    assert type(type(model)(nn.Linear(2, 2))) is nn.Sequential
-
-
 class Registered(Net):
     registry: ClassVar[dict[str, type]] = {}
 
