@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from ddp_compile.kernels import executors
+from ddp_compile.kernels.cuda import elementwise as cuda_elementwise
+from ddp_compile.kernels.cuda import executor as cuda_executor
+from ddp_compile.kernels.cuda.module import KernelDevice
 from ddp_compile.kernels.native import library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -79,11 +82,14 @@ OTHER_BUILDS = {
 
 
 @contextmanager
-def using(implementation: str) -> Iterator[None]:
-    """Inside, "native" or "reference" moves tensors on the CPU."""
-    if implementation == "native":
-        library.load()  # nothing may pass because it is missing
+def using(implementation: str, device: KernelDevice | None = None) -> Iterator[None]:
+    """Inside, "native", "reference", or "cuda" on a ``device`` that takes CPU tensors, are the kernels on the CPU."""
+    library.load()  # nothing may pass because it is missing
+    with ExitStack() as patches:
+        if implementation != "native":
+            available = (implementation, "the test asks for it")
+            patches.enter_context(mock.patch.object(executors, "available", lambda _: available))
+        if implementation == "cuda":
+            for module in (cuda_executor, cuda_elementwise):
+                patches.enter_context(mock.patch.object(module, "kernel_device", lambda _: device))
         yield
-    else:
-        with mock.patch.object(executors, "available", lambda device: ("reference", "the test asks for it")):
-            yield

@@ -14,7 +14,7 @@ from ddp_compile.kernels.cuda.arguments import (
     StatsArguments,
     packs_of,
 )
-from ddp_compile.kernels.cuda.module import KernelDevice, kernel_device
+from ddp_compile.kernels.cuda.module import kernel_device
 from ddp_compile.kernels.cuda.programs import FORMAT_OF, FORMATS, PACK_SIZES, STATS_KERNEL, move_kernel
 from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.executor import NativeTensorTable
@@ -34,7 +34,6 @@ class CudaExecutor(NativeTensorTable):
 
     Args:
         offsets: Their places, in elements; packed when None.
-        device: For tests; that of ``flat`` when None.
 
     Raises:
         ValueError: The tensors do not fit into ``flat``.
@@ -43,14 +42,8 @@ class CudaExecutor(NativeTensorTable):
 
     implementation = "cuda"
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        flat: Tensor,
-        offsets: Sequence[int] | None,
-        device: KernelDevice | None = None,
-    ) -> None:
-        self._device = kernel_device(flat.device) if device is None else device
+    def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
+        self._device = kernel_device(flat.device)
         super().__init__(library.load(), tensors, flat, offsets)
         # Of the library's vectors, which never move: the tensors' addresses, and a number of ``DTYPE_CODES`` or
         # ``OTHER_CODE`` for each, as last read.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cuda_emulation import EmulatedDevice
 from filelock import FileLock
 from kernel_values import INSTRUCTION_SETS, OTHER_BUILDS, using
 
@@ -18,7 +19,7 @@ from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.library import NativeLibrary
 
 # Its failed assertions show values too.
-pytest.register_assert_rewrite("cuda_checks")
+pytest.register_assert_rewrite("kernel_checks")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,8 +67,18 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     core.use_instruction_set(core.instruction_sets()[0])
 
 
-@pytest.fixture(params=["native", "reference"])
+@pytest.fixture(scope="session")
+def emulated_device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # every worker's
+    (root / "emulated_device").mkdir(exist_ok=True)
+    return EmulatedDevice(root / "emulated_device")
+
+
+@pytest.fixture(params=["native", "reference", "cuda"])
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each implementation that a CPU has."""
-    with using(request.param):
+    """Each implementation; that for CUDA on an emulated device."""
+    device = request.getfixturevalue("emulated_device") if request.param == "cuda" else None
+    with using(request.param, device):
         yield request.param

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_emulation import NUM_MULTIPROCESSORS, STREAM, Compiler
+from kernel_values import using
 
 from ddp_compile.errors import KernelUnavailableError
 from ddp_compile.kernels.cuda.driver import CudaDriver
@@ -53,7 +54,8 @@ def device_of(ordinal: int, folder: Path) -> KernelDevice:
 def check_move(device: KernelDevice) -> None:
     tensors = [torch.randn(100 + i) for i in range(40)]
     flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
-    executor = CudaExecutor(tensors, flat, None, device)
+    with using("cuda", device):
+        executor = CudaExecutor(tensors, flat, None)
     executor.read(tensors, flat, written=False)
     stats = torch.empty(16, dtype=torch.uint8)
     executor.move(flat, True, 0.5, stats)

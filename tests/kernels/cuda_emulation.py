@@ -7,6 +7,7 @@ for CUDA tensors.
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -93,5 +94,7 @@ class Compiler:
             compiler = shutil.which("c++") or shutil.which("g++")
             assert compiler is not None, "the tests need a C++ compiler"
             flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
-            subprocess.run([compiler, *flags, "-Wno-unknown-pragmas", source, "-o", library], check=True)
+            unfinished = source.with_suffix(f".{os.getpid()}")  # other processes may compile the same
+            subprocess.run([compiler, *flags, "-Wno-unknown-pragmas", source, "-o", unfinished], check=True)
+            unfinished.rename(library)
         return str(library).encode()

@@ -16,8 +16,8 @@ from typing import Any
 import kernel_values
 import pytest
 import torch
-from cuda_checks import POISON, check_average, check_both_ways, check_codec, values_of
 from in_ci import only
+from kernel_checks import POISON, check_average, check_codec, check_moves, values_of
 from kernel_values import DTYPES
 from ptx_interpreter import PtxDriver
 
@@ -71,13 +71,13 @@ def device(driver: PtxDriver, compiled: Any) -> KernelDevice:
     return KernelDevice(driver, compiled, lambda: 0, 72, "PTX")
 
 
-def check_moves(device: KernelDevice, dtype: torch.dtype, flat_dtype: torch.dtype, pack_size: int) -> None:
+def check_alignments(device: KernelDevice, dtype: torch.dtype, flat_dtype: torch.dtype, pack_size: int) -> None:
     """Move tensors with the program for this many. The larger two move them in every alignment."""
     numels = {32: [8300], 168: [2, 2500], 1360: [0, 1, 7, 37, 999]}[pack_size]
     tensors, offsets, flat_numel = kernel_values.every_alignment(numels, dtype)
     flat = torch.full((flat_numel,), POISON, dtype=flat_dtype)
     step = 7 if pack_size == 32 else 1
-    check_both_ways(device, tensors[::step], flat, offsets[::step])
+    check_moves(tensors[::step], flat, offsets[::step], device=device)
 
 
 @pytest.mark.parametrize(
@@ -88,19 +88,21 @@ def check_moves(device: KernelDevice, dtype: torch.dtype, flat_dtype: torch.dtyp
     ),
 )
 def test_moves(device: KernelDevice, dtype: torch.dtype, flat_dtype: torch.dtype, pack_size: int) -> None:
-    check_moves(device, dtype, flat_dtype, pack_size)
+    check_alignments(device, dtype, flat_dtype, pack_size)
 
 
 @pytest.mark.parametrize("dtype", only([BFLOAT16], DTYPES))
 @pytest.mark.parametrize(("numel", "num_chunks"), only([(9001, 3)], [(5, 4), (4099, 2), (9001, 3), (20_000, 1)]))
 def test_codec(device: KernelDevice, dtype: torch.dtype, numel: int, num_chunks: int) -> None:
-    check_codec(device, numel, dtype, num_chunks)
+    values = values_of(numel, dtype, misaligned_by=numel % 2)
+    values *= torch.linspace(0.1, 1, numel)
+    check_codec(values, num_chunks, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", only([FLOAT16], DTYPES))
 @pytest.mark.parametrize("misaligned_by", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
 def test_average(device: KernelDevice, dtype: torch.dtype, misaligned_by: tuple[int, int, int]) -> None:
-    check_average(device, 1003, dtype, misaligned_by)
+    check_average([values_of(1003, dtype, seed, by) for seed, by in enumerate(misaligned_by)], device)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_width_of_accesses(
     driver: PtxDriver, device: KernelDevice, misaligned_by: int, offset: int, num_bytes: int
 ) -> None:
     tensors = [values_of(4096, BFLOAT16, misaligned_by=misaligned_by)]
-    check_both_ways(device, tensors, torch.full((5000,), POISON, dtype=BFLOAT16), [offset], with_stats=False)
+    check_moves(tensors, torch.full((5000,), POISON, dtype=BFLOAT16), [offset], with_stats=False, device=device)
     # There and back, except for up to one packet of single elements.
     most = 2 * 4096 * 2 // num_bytes
     assert all(most - 2 <= driver.accesses[f"{operation} {num_bytes}"] <= most for operation in ("ld", "st"))
@@ -131,4 +133,4 @@ def test_mutants_fail(driver: PtxDriver, compiled: Any, monkeypatch: pytest.Monk
     assert old in sources[file]
     monkeypatch.setattr(compiler, "headers", lambda: {**sources, file: sources[file].replace(old, new)})
     with pytest.raises(AssertionError, match=failure):
-        check_moves(KernelDevice(driver, compiled.__wrapped__, lambda: 0, 72, "PTX"), BFLOAT16, BFLOAT16, 168)
+        check_alignments(KernelDevice(driver, compiled.__wrapped__, lambda: 0, 72, "PTX"), BFLOAT16, BFLOAT16, 168)

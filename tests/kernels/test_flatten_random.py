@@ -7,10 +7,8 @@ import torch
 from cuda_emulation import EmulatedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_values import DTYPES, LAYOUTS, same_bits, tensor_of, using
-
-from ddp_compile.kernels import FlattenPlan
-from ddp_compile.kernels.cuda.executor import CudaExecutor
+from kernel_checks import check_moves
+from kernel_values import DTYPES, LAYOUTS, tensor_of
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3) | st.tuples(st.integers(0, 700) | st.sampled_from([8192, 8193]))
 # The kernels leave float64, transposed and strided tensors to torch, in one plan with the others.
@@ -41,25 +39,8 @@ def check(
         end += tensor.numel() + gap
     # Gradients may come with other strides than the plan was made for.
     given_tensors = [tensor.contiguous() if i % 3 == 2 else tensor for i, tensor in enumerate(tensors)]
-    found = []
-    for implementation in ("reference", "native"):
-        flat = torch.full((end + 5,), 7.0, dtype=flat_dtype)
-        with using(implementation):
-            plan = FlattenPlan.for_bucket(tensors, flat, offsets)
-        if device is not None and implementation == "native":
-            plan._executor = CudaExecutor(tensors, flat, offsets, device)
-        back = [torch.full_like(tensor, 7.0) for tensor in given_tensors]
-        stats = [plan.flatten(given_tensors, scale, with_stats=with_stats)]
-        stats += [plan.unflatten(back, scale, with_stats=with_stats)]
-        found.append(([flat, *back], stats))
-    (expected, of_reference), (ours, of_ours) = found
-    assert all(same_bits(a, b) for a, b in zip(ours, expected, strict=True))
-    for mine, theirs in zip(of_ours, of_reference, strict=True):
-        if mine is not None and theirs is not None:
-            assert mine.non_finite == theirs.non_finite
-            rtol = 1e-6 if device is None else 1e-9
-            torch.testing.assert_close(mine.sum_of_squares, theirs.sum_of_squares, rtol=rtol, atol=0, equal_nan=True)
-        assert (mine is None) == (theirs is None) == (not with_stats)
+    flat = torch.full((end + 5,), 7.0, dtype=flat_dtype)
+    check_moves(tensors, flat, offsets, scale, with_stats, device, given_tensors)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -70,15 +51,15 @@ def test_library_matches_reference(
     check(described, flat_dtype, gap, scale, with_stats)
 
 
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
-    return EmulatedDevice(tmp_path_factory.mktemp("programs"))
-
-
 @pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True)
 @CASES
 def test_cuda_matches_reference(
-    device: EmulatedDevice, described: Described, flat_dtype: torch.dtype, gap: int, scale: float, with_stats: bool
+    emulated_device: EmulatedDevice,
+    described: Described,
+    flat_dtype: torch.dtype,
+    gap: int,
+    scale: float,
+    with_stats: bool,
 ) -> None:
-    check(described, flat_dtype, gap, scale, with_stats, device)
+    check(described, flat_dtype, gap, scale, with_stats, emulated_device)

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from kernel_values import DTYPES, same_bits, using, values_of
+from kernel_checks import check_average, check_codec, check_moves
+from kernel_values import DTYPES, same_bits, values_of
 from torch import Tensor
 
 from ddp_compile import kernels
@@ -18,26 +19,9 @@ SIZES = [0, 1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 200, 4095, 4096, 4
 
 
 def check_both_ways(tensors: list[Tensor], flat_dtype: torch.dtype, scale: float) -> None:
-    """Flatten and unflatten with statistics, natively and with the reference, and compare every bit."""
-    flats, backs, stats = [], [], []
-    for implementation in ("native", "reference"):
-        flat = torch.full((sum(tensor.numel() for tensor in tensors) + 1,), 7.0, dtype=flat_dtype)
-        with using(implementation):
-            plan = FlattenPlan(tensors, flat)
-        back = [torch.full_like(tensor, 7.0) for tensor in tensors]
-        stats += [plan.flatten(tensors, scale, with_stats=True), plan.unflatten(back, scale, with_stats=True)]
-        # Without statistics, other loops do the same.
-        again = torch.full_like(flat, 7.0)
-        with using(implementation):
-            FlattenPlan(tensors, again).flatten(tensors, scale)
-        assert same_bits(again, flat)
-        flats.append(flat)
-        backs.append(torch.cat(back))
-    assert same_bits(*flats) and same_bits(*backs)
-    for ours, expected in zip(stats[:2], stats[2:], strict=True):
-        assert ours is not None and expected is not None
-        torch.testing.assert_close(ours.sum_of_squares, expected.sum_of_squares, rtol=1e-6, atol=0, equal_nan=True)
-        assert ours.non_finite == expected.non_finite
+    flat = torch.full((sum(tensor.numel() for tensor in tensors) + 1,), 7.0, dtype=flat_dtype)
+    for with_stats in (True, False):  # by different loops
+        check_moves(tensors, flat, None, scale, with_stats)
 
 
 def test_unknown_instruction_set_is_refused() -> None:
@@ -123,11 +107,7 @@ def test_codec_and_averaging(loops: str, dtype: torch.dtype) -> None:
     for seed, numel in enumerate([*SIZES, 70_001]):
         generator = torch.Generator().manual_seed(numel)
         values = torch.randn(numel, generator=generator).to(dtype)
-        averages = [values.clone() for _ in range(2)]
-        for x, implementation in zip(averages, ("native", "reference"), strict=True):
-            with using(implementation):
-                kernels.average_into(x, values * 3, values * 0.3, 3)
-        assert same_bits(*averages)
+        check_average([values, values * 3, values * 0.3])
         exponent, out_dtype = (0, -44, 20, 38)[seed % 4], DTYPES[seed % 3]
         for num_chunks in (1, 3, 9):
             check_codec(values, num_chunks, dtype)
@@ -135,16 +115,3 @@ def test_codec_and_averaging(loops: str, dtype: torch.dtype) -> None:
         if numel > 2:
             values[numel // 2] = math.nan
             check_codec(values, 2, dtype)
-
-
-def check_codec(values: Tensor, num_chunks: int, out_dtype: torch.dtype) -> None:
-    """Compress and decompress, natively and with the reference, and compare every bit."""
-    rows, outs = [], []
-    for implementation in ("native", "reference"):
-        outs.append(torch.full((len(values),), 7.0, dtype=out_dtype))
-        with using(implementation):
-            rows.append(kernels.minmax_u8_compress(values, num_chunks))
-            for accumulate in (False, True):
-                kernels.minmax_u8_decompress(rows[0], outs[-1], accumulate=accumulate)
-    assert torch.equal(*rows)
-    assert same_bits(*outs)

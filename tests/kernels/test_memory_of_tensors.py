@@ -19,7 +19,9 @@ LARGE = 3 << 20
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
-def test_unaligned_elements(offset: int) -> None:
+def test_unaligned_elements(implementation: str, offset: int) -> None:
+    if implementation == "cuda" and offset:
+        pytest.skip("no memory of a CUDA device is misaligned to its elements")
     memory = bytearray(4 * LARGE + 8)
     odd = torch.frombuffer(memory, dtype=torch.float32, offset=offset, count=LARGE)
     values = torch.arange(LARGE, dtype=torch.float32)
