@@ -282,8 +282,8 @@ def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:
     can_edit = compiler.can_edit()
     if split == "backward" and not can_edit:
         log.warning(
-            "split='backward' needs a backend that is known to compile operators of ours (inductor, compile_fx,"
-            " aot_eager), which %s is not: graphs are cut in the forward instead",
+            "split='backward' needs a backend that is known to compile the operators of ddp_compile (inductor,"
+            " compile_fx, aot_eager), which %s is not: graphs are cut in the forward instead",
             getattr(compiler.inner, "compiler_name", compiler.inner),
         )
     return can_edit
