@@ -30,7 +30,7 @@ def packed_double(tensors: list[Tensor], scale: float) -> Tensor:
     return torch.cat([tensor.double().reshape(-1) for tensor in tensors]) * scale
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3, 0.0, -2.0])
+@pytest.mark.parametrize("scale", [1.0, 1 / 3, -2.0])
 @pytest.mark.parametrize("flat_dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_flatten_and_unflatten(dtype: torch.dtype, flat_dtype: torch.dtype, scale: float) -> None:
