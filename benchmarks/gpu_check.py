@@ -21,19 +21,17 @@ from gpu_parts import COSTS_S, ROOT, Part, Starts, main, read_rows, search_path,
 # Every allocation goes to the driver, so that compute-sanitizer knows where each one ends.
 NO_CACHING = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-# In two processes: the first compiles, the second finds the program in the cache.
+# With the time that NVRTC takes.
 FIRST_USE = """
-import subprocess, sys, time, torch
+import sys, time, torch
 device = sys.argv[1]
 tensors, flat = [torch.ones(9, device=device)], torch.zeros(9, dtype=torch.bfloat16, device=device)
 from ddp_compile import kernels
 start = time.perf_counter()
-kernels.flatten_scale(tensors, flat, 0.5, with_stats=True, implementation={"cpu": "native"}.get(device, device))
+kernels.flatten_scale(tensors, flat, 0.5, with_stats=True)
 torch.accelerator.synchronize() if device != "cpu" else None
 found = next(row.reason for row in kernels.status() if row.device_type == device)
 print(f"first flatten_scale: {time.perf_counter() - start:.3f} s ({found})")
-if len(sys.argv) == 2:
-    subprocess.run([sys.executable, *sys.orig_argv[1:], "again"], check=True)
 """
 KERNEL_TESTS = ("tests/gpu/test_kernels_memory.py", "tests/gpu/test_kernels_cuda.py")
 TRAINING_TESTS = (
@@ -108,7 +106,7 @@ def parts(device: str, folder: Path) -> list[Part]:
             name="first_use",
             command=[python, "-c", FIRST_USE, device],
             limit_s=60,
-            starts=lambda: Starts(processes=2, programs=1),
+            starts=lambda: Starts(processes=1, programs=1),
             figures=first_uses,
         ),
         tests("kernel_tests", 150, Starts(processes=1, programs=12), *KERNEL_TESTS),

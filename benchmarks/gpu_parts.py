@@ -20,7 +20,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -266,7 +265,4 @@ def main(program: str, about: str, parts_of: Callable[[str, Path], list[Part]], 
     print(json.dumps(where, indent=1))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a part's files are written then too
-    # The kernels' cache is empty, so that this machine's NVRTC compiles them.
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {"DDP_COMPILE_CACHE_DIR": cache}
-        return summarize({part.name: part.run(folder, where, environment) for part in chosen})
+    return summarize({part.name: part.run(folder, where, {}) for part in chosen})

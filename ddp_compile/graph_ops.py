@@ -36,11 +36,11 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("ddp_compile", "FRAGMENT")
 for _schema in (
-    "bucket_ready(Tensor(a!)[] gradients, int reducer, int[] parameters, Tensor(b!)[] held) -> ()",
+    "bucket_ready(Tensor(a!)[] gradients, int reducer_id, int[] parameters, Tensor(b!)[] held) -> ()",
     # strides: those of all results, concatenated; the compiler chooses the strides of the gradients.
-    "move_bucket(Tensor[] gradients, int[] strides, int reducer, int[] parameters) -> Tensor[]",
+    "move_bucket(Tensor[] gradients, int[] strides, int reducer_id, int[] parameters) -> Tensor[]",
     "hold_back(Tensor[] moved, Tensor(a!)[] held) -> ()",
-    "await_parameters(Tensor(a!)[] parameters, int reducer, int[] param_indices, Tensor(b!)[] held) -> ()",
+    "await_parameters(Tensor(a!)[] parameters, int reducer_id, int[] param_indices, Tensor(b!)[] held) -> ()",
 ):
     # A recorded CUDA graph cannot repeat collectives or waits. It also copies its inputs into memory of its own. So
     # hold_back must stay outside too: inside, copies would take the place of the views that move_bucket returned.
@@ -63,36 +63,36 @@ class ReceivesBuckets(Protocol):
 
 
 _receivers: weakref.WeakValueDictionary[int, ReceivesBuckets] = weakref.WeakValueDictionary()
-_ordinals = itertools.count()
+_reducer_ids = itertools.count()
 
 
-def next_reducer_ordinal() -> int:
+def next_reducer_id() -> int:
     """A number for one ``ddp_compile`` call, equal in every process that makes the same calls in the same order.
 
     It is part of compiled code and of cache keys, so that two models with equal plans share no cache entry.
     """
-    return next(_ordinals)
+    return next(_reducer_ids)
 
 
-def register_receiver(ordinal: int, receiver: ReceivesBuckets) -> None:
+def register_receiver(reducer_id: int, receiver: ReceivesBuckets) -> None:
     """Make operators with this number call ``receiver``, which is not kept alive."""
-    _receivers[ordinal] = receiver
+    _receivers[reducer_id] = receiver
 
 
-def gathers_parameters(reducer: int) -> bool:
+def gathers_parameters(reducer_id: int) -> bool:
     """Whether parameters may still be gathered when a forward begins; the same on every rank."""
-    receiver = _receivers.get(reducer)
+    receiver = _receivers.get(reducer_id)
     return receiver is not None and receiver.gathers_parameters
 
 
-def await_before(compiled: Callable[..., Any], param_indices: Collection[int], reducer: int) -> Callable[..., Any]:
+def await_before(compiled: Callable[..., Any], param_indices: Collection[int], reducer_id: int) -> Callable[..., Any]:
     """Wrap a compiled graph, or a part of one: the wrapper waits for the reduced parameters that the graph reads."""
     if not param_indices:
         return compiled
     numbers = tuple(param_indices)
 
     def run(*arguments: Any) -> Any:
-        _await_parameters((), reducer, numbers, ())
+        _await_parameters((), reducer_id, numbers, ())
         return compiled(*arguments)
 
     return run
@@ -103,7 +103,7 @@ def watch_parameters(
     example_inputs: Sequence[Any],
     parameter_of_input: Mapping[int, int],
     buckets: Sequence[tuple[int, ...]],
-    reducer: int,
+    reducer_id: int,
 ) -> Callable[..., Any]:
     """Wrap a compiled graph: the wrapper tells the reducer if the graph runs for parameters of another module.
 
@@ -124,7 +124,7 @@ def watch_parameters(
     def run(*arguments: Any) -> Any:
         for position, number in zip(watched, numbers, strict=True):
             if id(arguments[position]) != number:
-                receiver = _receivers.get(reducer)
+                receiver = _receivers.get(reducer_id)
                 if receiver is not None:
                     receiver.ignore_computed_buckets(buckets)
                 break
@@ -133,24 +133,26 @@ def watch_parameters(
     return run
 
 
-def _bucket_ready(gradients: Sequence[Tensor], reducer: int, parameters: Sequence[int], held: Sequence[Tensor]) -> None:
-    receiver = _receivers.get(reducer)
+def _bucket_ready(
+    gradients: Sequence[Tensor], reducer_id: int, parameters: Sequence[int], held: Sequence[Tensor]
+) -> None:
+    receiver = _receivers.get(reducer_id)
     if receiver is not None:
         receiver.mark_bucket_ready(parameters, gradients)
 
 
 def _move_bucket(
-    gradients: Sequence[Tensor], strides: Sequence[int], reducer: int, parameters: Sequence[int]
+    gradients: Sequence[Tensor], strides: Sequence[int], reducer_id: int, parameters: Sequence[int]
 ) -> list[Tensor]:
-    receiver = _receivers.get(reducer)
+    receiver = _receivers.get(reducer_id)
     if receiver is not None:
         return list(receiver.move_bucket(parameters, gradients))
-    copies = _move_bucket_fake(gradients, strides, reducer, parameters)
+    copies = _move_bucket_fake(gradients, strides, reducer_id, parameters)
     return [copy.copy_(gradient) for copy, gradient in zip(copies, gradients, strict=True)]
 
 
 def _move_bucket_fake(
-    gradients: Sequence[Tensor], strides: Sequence[int], reducer: int, parameters: Sequence[int]
+    gradients: Sequence[Tensor], strides: Sequence[int], reducer_id: int, parameters: Sequence[int]
 ) -> list[Tensor]:
     remaining = iter(strides)
     return [
@@ -160,9 +162,9 @@ def _move_bucket_fake(
 
 
 def _await_parameters(
-    parameters: Sequence[Tensor], reducer: int, param_indices: Sequence[int], held: Sequence[Tensor]
+    parameters: Sequence[Tensor], reducer_id: int, param_indices: Sequence[int], held: Sequence[Tensor]
 ) -> None:
-    receiver = _receivers.get(reducer)
+    receiver = _receivers.get(reducer_id)
     if receiver is not None:
         receiver.await_parameters(param_indices)
 

@@ -1,6 +1,6 @@
 """Kernels that move gradients between parameters and flat buffers, and compress them; see docs/kernels.md."""
 
-from ddp_compile.kernels.executors import OpStatus, status
+from ddp_compile.kernels.executors import KernelStatus, status
 from ddp_compile.kernels.flatten_plan import FlattenPlan, FlattenStats
 from ddp_compile.kernels.ops import (
     average_into,
@@ -13,7 +13,7 @@ from ddp_compile.kernels.ops import (
 __all__ = [
     "FlattenPlan",
     "FlattenStats",
-    "OpStatus",
+    "KernelStatus",
     "average_into",
     "flatten_scale",
     "minmax_u8_compress",

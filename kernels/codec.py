@@ -27,11 +27,11 @@ def compressed_like(values: Tensor, num_chunks: int, skip_chunk: int | None) -> 
     return torch.empty(shape, dtype=torch.uint8, device=values.device)
 
 
-def compress(values: Tensor, num_chunks: int, skip_chunk: int | None, implementation: str | None) -> Tensor:
+def compress(values: Tensor, num_chunks: int, skip_chunk: int | None) -> Tensor:
     _check_values("values", values)
     _check_memory(values=values)
     rows = compressed_like(values, num_chunks, skip_chunk)
-    _module_for(values, implementation).minmax_u8_compress(values, rows, skip_chunk)
+    _module_for(values).minmax_u8_compress(values, rows, skip_chunk)
     return rows
 
 
@@ -53,12 +53,12 @@ def check_rows(rows: Tensor, values: Tensor) -> None:
         )
 
 
-def decompress(rows: Tensor, values: Tensor, accumulate: bool, implementation: str | None) -> None:
+def decompress(rows: Tensor, values: Tensor, accumulate: bool) -> None:
     check_rows(rows, values)
     _check_memory(compressed=rows, out=values)
     if _overlap(rows, values):
         raise ValueError("out shares memory with compressed, which is read; pass other memory")
-    _module_for(values, implementation).minmax_u8_decompress(rows, values, accumulate)
+    _module_for(values).minmax_u8_decompress(rows, values, accumulate)
     increment_version([values])
 
 
@@ -76,13 +76,13 @@ def check_average(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
         raise ValueError(f"count={count} must be positive: it is the number of ranks that total is the sum of")
 
 
-def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, implementation: str | None) -> None:
+def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
     check_average(x, total, copy, count)
     _check_memory(x=x, total=total, copy=copy)
     for name, tensor in (("total", total), ("copy", copy)):
         if _overlap(tensor, x):
             raise ValueError(f"{name} shares memory with x, which is written; clone it first")
-    _module_for(x, implementation).average_into(x, total, copy, count)
+    _module_for(x).average_into(x, total, copy, count)
     increment_version([x])
 
 
@@ -101,8 +101,8 @@ def _check_memory(**tensors: Tensor) -> None:
             raise ValueError(f"{name} with {tensor.numel()} elements has no memory: its storage has been freed")
 
 
-def _module_for(values: Tensor, implementation: str | None) -> ModuleType:
-    return _MODULES[choose(values.device, [values.dtype], implementation)]
+def _module_for(values: Tensor) -> ModuleType:
+    return _MODULES[choose(values.device, values.dtype)]
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ ImplementationName = Literal["native", "cuda", "reference"]
 
 #: Dtypes that "native" and "cuda" read and write. Other floating dtypes are left to the reference.
 KERNEL_DTYPES = tuple(native_library.DTYPE_CODES)
-
-OPS = ("flatten_scale", "unflatten", "minmax_u8_compress", "minmax_u8_decompress", "average_into")
 
 
 class FlattenExecutor(Protocol):
@@ -79,47 +77,30 @@ _EXECUTORS: dict[str, Callable[[Sequence[Tensor], Tensor, Sequence[int] | None],
 }
 
 
-class OpStatus(NamedTuple):
-    """The implementation of one op on one kind of device."""
+class KernelStatus(NamedTuple):
+    """The implementation of all kernels on one kind of device."""
 
-    op: str
     device_type: str
     implementation: ImplementationName
     reason: str
 
 
-def status() -> list[OpStatus]:
-    """The implementation of each op on the CPU and on the current CUDA device, with the reason. Never raises."""
+def status() -> list[KernelStatus]:
+    """The implementation on the CPU and on the current CUDA device, with the reason. Never raises."""
     current = torch.cuda.current_device() if torch.cuda.is_available() else 0
     devices = (torch.device("cpu"), torch.device("cuda", current))
-    return [OpStatus(op, device.type, *available(device)) for device in devices for op in OPS]
+    return [KernelStatus(device.type, *available(device)) for device in devices]
 
 
-def choose(device: torch.device, dtypes: Sequence[torch.dtype], forced: str | None) -> ImplementationName:
-    """The implementation for tensors of these dtypes.
-
-    Raises:
-        ValueError: ``forced`` is not an implementation, or not one for this device or these dtypes.
-        KernelUnavailableError: ``forced`` is not available here.
-    """
-    if forced == "reference":
-        return "reference"
-    if forced is not None:
-        _check_forced(device, dtypes, forced)
-    if any(dtype not in KERNEL_DTYPES for dtype in dtypes):
-        return "reference"
-    implementation, reason = available(device)
-    if forced not in (None, implementation):
-        raise KernelUnavailableError(f"implementation={forced!r} is not available: {reason}")
-    return implementation
+def choose(device: torch.device, dtype: torch.dtype) -> ImplementationName:
+    """The implementation for tensors of a dtype."""
+    return available(device)[0] if dtype in KERNEL_DTYPES else "reference"
 
 
-def executor_for(
-    tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None, forced: str | None
-) -> FlattenExecutor:
-    """The executor of the chosen implementation. Raises the errors of `choose` and `layout`."""
+def executor_for(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> FlattenExecutor:
+    """The executor of the chosen implementation. Raises the errors of `layout`."""
     layout.check_flat(flat)
-    return _EXECUTORS[choose(flat.device, [flat.dtype], forced)](tensors, flat, offsets)
+    return _EXECUTORS[choose(flat.device, flat.dtype)](tensors, flat, offsets)
 
 
 @functools.cache
@@ -130,19 +111,9 @@ def available(device: torch.device) -> tuple[ImplementationName, str]:
             core = native_library.load()
             return "native", f"{core.path.name} with {core.instruction_set().decode()} instructions"
         if device.type == "cuda":
-            return "cuda", cuda_module.description(device)
+            return "cuda", cuda_module.kernel_device(device).name
     except KernelUnavailableError as error:
         if device.type == "cpu" or torch.cuda.is_available():
             log.warning("gradients on %s are moved by torch's own operations: %s", device, error)
         return "reference", str(error)
     return "reference", f"there are no kernels for devices of type {device.type}"
-
-
-def _check_forced(device: torch.device, dtypes: Sequence[torch.dtype], forced: str) -> None:
-    if forced not in get_args(ImplementationName):
-        raise ValueError(f"implementation={forced!r} is not one of {', '.join(get_args(ImplementationName))}")
-    if device.type != {"native": "cpu", "cuda": "cuda"}[forced]:
-        raise ValueError(f"implementation={forced!r} cannot work on {device}; pass implementation=None")
-    for dtype in dtypes:
-        if dtype not in KERNEL_DTYPES:
-            raise ValueError(f"implementation={forced!r} has no kernels for {dtype}; pass implementation=None")

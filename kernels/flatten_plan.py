@@ -41,46 +41,29 @@ class FlattenPlan:
         flat: One-dimensional contiguous buffer of a floating dtype. The plan keeps it alive, the caller owns it. On a
             CUDA device it is written and read on the current stream.
         offsets: Where each tensor starts, in elements of ``flat``; None packs them without gaps.
-        implementation: "native", "cuda" or "reference", without a fallback; None for the best one available.
 
     Raises:
         ValueError: Devices differ, ``flat`` is not one-dimensional, contiguous and floating, a tensor does not fit,
-            places overlap, or the implementation is not one for this device and dtype.
-        KernelUnavailableError: The implementation is not available here.
+            or places overlap.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        flat: Tensor,
-        offsets: Sequence[int] | None = None,
-        *,
-        implementation: str | None = None,
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None) -> None:
         self.flat = flat
         # Another tensor on the same storage, to notice if `flat` gets other memory.
         self._alias = flat.detach()
         self._lock = threading.Lock()  # around reading addresses and moving
         if flat.numel() and not flat.data_ptr():
             raise ValueError(f"flat with {flat.numel()} elements has no memory: its storage has been freed")
-        self._executor = executor_for(tensors, flat, offsets, implementation)
-        self._is_forced = implementation in ("native", "cuda")
+        self._executor = executor_for(tensors, flat, offsets)
         # Views are made on demand: kernels need none.
         self._offsets = None if offsets is None else tuple(offsets)
         self._examples = tuple(tensors)
         self._views: tuple[Tensor, ...] | None = None
 
     @classmethod
-    def for_bucket(
-        cls,
-        tensors: Sequence[Tensor],
-        flat: Tensor,
-        offsets: Sequence[int] | None = None,
-        *,
-        implementation: str | None = None,
-    ) -> FlattenPlan:
+    def for_bucket(cls, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None) -> FlattenPlan:
         """A plan that outlives the tensors that it is made from. Arguments and errors are those of the class."""
-        plan = cls(tensors, flat, offsets, implementation=implementation)
+        plan = cls(tensors, flat, offsets)
         plan._make_views()
         return plan
 
@@ -144,7 +127,7 @@ class FlattenPlan:
         self, others: Sequence[int], tensors: tuple[Tensor, ...], scale: float, with_stats: bool, to_flat: bool
     ) -> tuple[Tensor, Tensor] | None:
         for i in others:
-            self._check_other(i, tensors[i])
+            layout.check_tensor(i, tensors[i], self.views[i].shape, self.flat)
         # `read` has checked the pairs in which a kernel moves at least one tensor.
         layout.check_memory(tensors, self.views, self.flat, written=not to_flat, indices=others)
         places, moved = [self.views[i] for i in others], [tensors[i] for i in others]
@@ -164,14 +147,6 @@ class FlattenPlan:
             or alias.untyped_storage().nbytes() < needed
         ):
             raise ValueError("flat has another size, dtype or memory than when the plan was made; make a new plan")
-
-    def _check_other(self, index: int, tensor: Tensor) -> None:
-        layout.check_tensor(index, tensor, self.views[index].shape, self.flat)
-        if self._is_forced:
-            raise ValueError(
-                f"implementation={self.implementation!r} cannot move tensor {index} of {tensor.dtype} with strides"
-                f" {tensor.stride()}, to a place with strides {self.views[index].stride()}; pass implementation=None"
-            )
 
     def _make_views(self) -> tuple[Tensor, ...]:
         offsets = layout.packed_offsets(self._examples) if self._offsets is None else self._offsets

@@ -26,7 +26,6 @@ def flatten_scale(
     *,
     offsets: Sequence[int] | None = None,
     with_stats: bool = False,
-    implementation: str | None = None,
 ) -> FlattenStats | None:
     """Write ``tensors * scale`` to ``flat``, cast to its dtype.
 
@@ -39,19 +38,17 @@ def flatten_scale(
         scale: Factor for every element.
         offsets: Where each tensor starts, in elements of ``flat``; packed without gaps when None.
         with_stats: Whether to compute the sum of squares and to look for non-finite values in the same pass.
-        implementation: "native", "cuda" or "reference"; the best available when None.
 
     Returns:
         With ``with_stats``, `FlattenStats`; else None.
 
     Raises:
         ValueError: Shapes, devices, dtypes or offsets do not fit, or memory is shared. Then ``flat`` is unchanged.
-        KernelUnavailableError: The implementation is not available here.
     """
     if not with_stats:
-        torch.ops.ddp_compile.flatten_scale(tensors, flat, scale, offsets, implementation)
+        torch.ops.ddp_compile.flatten_scale(tensors, flat, scale, offsets)
         return None
-    return FlattenStats(*torch.ops.ddp_compile.flatten_scale_stats(tensors, flat, scale, offsets, implementation))
+    return FlattenStats(*torch.ops.ddp_compile.flatten_scale_stats(tensors, flat, scale, offsets))
 
 
 def unflatten(
@@ -61,21 +58,18 @@ def unflatten(
     *,
     offsets: Sequence[int] | None = None,
     with_stats: bool = False,
-    implementation: str | None = None,
 ) -> FlattenStats | None:
     """Write ``flat * scale`` back to the tensors, cast to their dtypes; the inverse of `flatten_scale`.
 
     Arguments, result and errors are those of `flatten_scale`; the tensors must not share memory with each other.
     """
     if not with_stats:
-        torch.ops.ddp_compile.unflatten(flat, tensors, scale, offsets, implementation)
+        torch.ops.ddp_compile.unflatten(flat, tensors, scale, offsets)
         return None
-    return FlattenStats(*torch.ops.ddp_compile.unflatten_stats(flat, tensors, scale, offsets, implementation))
+    return FlattenStats(*torch.ops.ddp_compile.unflatten_stats(flat, tensors, scale, offsets))
 
 
-def minmax_u8_compress(
-    values: Tensor, num_chunks: int = 1, *, skip_chunk: int | None = None, implementation: str | None = None
-) -> Tensor:
+def minmax_u8_compress(values: Tensor, num_chunks: int = 1, *, skip_chunk: int | None = None) -> Tensor:
     """Compress values to eight bits each, relative to the smallest and largest value of their chunk.
 
     The values are cut into ``num_chunks`` chunks of equal length; the last ones may be shorter or empty. With step =
@@ -85,7 +79,6 @@ def minmax_u8_compress(
         values: Contiguous tensor of shape (n,), of float32, bfloat16 or float16.
         num_chunks: Number of chunks, each with its own minimum and maximum; one for each rank in an all-to-all.
         skip_chunk: Index of a chunk to leave out, such as a rank's own in an all-to-all. Its row is not written.
-        implementation: "native", "cuda" or "reference"; the best available when None.
 
     Returns:
         uint8 tensor of shape (num_chunks, row_bytes): minimum and maximum as float32, a code for each value, zeros up
@@ -93,34 +86,29 @@ def minmax_u8_compress(
 
     Raises:
         ValueError: Another shape or dtype, ``num_chunks`` < 1, or chunk ``skip_chunk`` does not exist.
-        KernelUnavailableError: The implementation is not available here.
 
     Source: MinMaxUInt8 of Bagua (Gan et al. 2021, arXiv 2107.01499), without its epsilon and with codes clamped at
     both ends, so that the error is half a step at any scale.
     """
-    result: Tensor = torch.ops.ddp_compile.minmax_u8_compress(values, num_chunks, skip_chunk, implementation)
+    result: Tensor = torch.ops.ddp_compile.minmax_u8_compress(values, num_chunks, skip_chunk)
     return result
 
 
-def minmax_u8_decompress(
-    compressed: Tensor, out: Tensor, *, accumulate: bool = False, implementation: str | None = None
-) -> None:
+def minmax_u8_decompress(compressed: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     """Write min + code * (max - min) / 255 for each compressed value to ``out``. Equal bytes give equal values.
 
     Args:
         compressed: The result of `minmax_u8_compress`, or rows of it from several ranks.
         out: Contiguous tensor of shape (n,), of float32, bfloat16 or float16, with as many chunks as there are rows.
         accumulate: Add the values to those of ``out``, in float32, rounded once.
-        implementation: "native", "cuda" or "reference"; the best available when None.
 
     Raises:
         ValueError: Another shape, dtype or device, or rows of another length than ``out`` needs.
-        KernelUnavailableError: The implementation is not available here.
     """
-    torch.ops.ddp_compile.minmax_u8_decompress(compressed, out, accumulate, implementation)
+    torch.ops.ddp_compile.minmax_u8_decompress(compressed, out, accumulate)
 
 
-def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, *, implementation: str | None = None) -> None:
+def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
     """``x += total / count - copy``, in float32, rounded once: the update of asynchronous model averaging.
 
     Args:
@@ -128,13 +116,11 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, *, implem
         total: Sum of the ranks' copies, of the same shape, dtype and device.
         copy: This rank's contribution to it, of the same shape, dtype and device.
         count: Number of ranks.
-        implementation: "native", "cuda" or "reference"; the best available when None.
 
     Raises:
         ValueError: Shapes, dtypes or devices differ, ``total`` or ``copy`` overlaps ``x``, or ``count`` <= 0.
-        KernelUnavailableError: The implementation is not available here.
     """
-    torch.ops.ddp_compile.average_into(x, total, copy, count, implementation)
+    torch.ops.ddp_compile.average_into(x, total, copy, count)
 
 
 def _flatten(
@@ -142,11 +128,9 @@ def _flatten(
     flat: Tensor,
     scale: float,
     offsets: Sequence[int] | None,
-    implementation: str | None,
     with_stats: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
-    plan = FlattenPlan(tensors, flat, offsets, implementation=implementation)
-    return _as_outputs(plan.flatten(tensors, scale, with_stats=with_stats))
+    return _as_outputs(FlattenPlan(tensors, flat, offsets).flatten(tensors, scale, with_stats=with_stats))
 
 
 def _unflatten(
@@ -154,11 +138,9 @@ def _unflatten(
     tensors: Sequence[Tensor],
     scale: float,
     offsets: Sequence[int] | None,
-    implementation: str | None,
     with_stats: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
-    plan = FlattenPlan(tensors, flat, offsets, implementation=implementation)
-    return _as_outputs(plan.unflatten(tensors, scale, with_stats=with_stats))
+    return _as_outputs(FlattenPlan(tensors, flat, offsets).unflatten(tensors, scale, with_stats=with_stats))
 
 
 def _as_outputs(stats: FlattenStats | None) -> tuple[Tensor, Tensor] | None:
@@ -175,8 +157,8 @@ def _fake_move(tensors: Sequence[Tensor], flat: Tensor, with_stats: bool = False
 
 
 def _register() -> None:
-    places = "float scale, SymInt[]? offsets, str? implementation"
-    for schema, implementation, fake in (
+    places = "float scale, SymInt[]? offsets"
+    for schema, function, fake in (
         (
             f"flatten_scale(Tensor[] tensors, Tensor(a!) flat, {places}) -> ()",
             _flatten,
@@ -198,24 +180,24 @@ def _register() -> None:
             lambda flat, tensors, *_: _fake_move(tensors, flat, with_stats=True),
         ),
         (
-            "minmax_u8_compress(Tensor values, int num_chunks, int? skip_chunk, str? implementation) -> Tensor",
+            "minmax_u8_compress(Tensor values, int num_chunks, int? skip_chunk) -> Tensor",
             codec.compress,
-            lambda values, num_chunks, skip_chunk, _: codec.compressed_like(values, num_chunks, skip_chunk),
+            codec.compressed_like,
         ),
         (
-            "minmax_u8_decompress(Tensor compressed, Tensor(a!) out, bool accumulate, str? implementation) -> ()",
+            "minmax_u8_decompress(Tensor compressed, Tensor(a!) out, bool accumulate) -> ()",
             codec.decompress,
-            lambda compressed, out, *_: codec.check_rows(compressed, out),
+            lambda compressed, out, _: codec.check_rows(compressed, out),
         ),
         (
-            "average_into(Tensor(a!) x, Tensor total, Tensor copy, float count, str? implementation) -> ()",
+            "average_into(Tensor(a!) x, Tensor total, Tensor copy, float count) -> ()",
             codec.average_into,
-            lambda x, total, copy, count, _: codec.check_average(x, total, copy, count),
+            codec.check_average,
         ),
     ):
         name = schema.partition("(")[0]
         _LIBRARY.define(schema)
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"ddp_compile::{name}", fake, lib=_LIBRARY)
 
 

@@ -13,6 +13,7 @@ AOTAutograd's backward graph, if buckets are launched inside it (``split="backwa
 - ``bucket_backward.py``: calls the reducer after the last gradient of each bucket; ``backward_order.py`` moves nodes to
   make that earlier.
 - ``keep_sparse_parts.py``: keeps the memory of sparse gradients from being reused before the graph ends.
+- ``return_written_outputs.py``: makes operators write to what the graph returns; for inductor only.
 
 AOTAutograd's forward graph, with a sharded optimizer:
 

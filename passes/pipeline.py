@@ -50,7 +50,7 @@ class AotContext:
     #: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
     parameter_of_input: Mapping[int, int]
     buckets: tuple[BucketSpec, ...]  #: with gradients from the Dynamo graph, in launch order
-    reducer: int  #: number by which the operators find the reducer
+    reducer_id: int  #: number by which the operators find the reducer
     graph_name: str  #: for logs
     reads: tuple[int, ...] = ()  #: indices of all reduced parameters that the Dynamo graph reads
     #: Of the parameters whose gradients may move to the flat buffer inside the backward, by index.
@@ -75,7 +75,7 @@ class Observer(Protocol):
 def run_pipeline(
     gm: fx.GraphModule,
     ctx: ContextT,
-    passes: Sequence[Callable[[fx.GraphModule, ContextT], tuple[fx.GraphModule, int, tuple[Declined, ...]]]],
+    passes: Sequence[Callable[[fx.GraphModule, ContextT], PassResult]],
     observers: Sequence[Observer] = (),
 ) -> PassResult:
     """Run passes in order, with observers around them. Lint and recompile after each pass that changed something.

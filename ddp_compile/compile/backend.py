@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from ddp_compile import torch_internals
-from ddp_compile.compile.backward_pieces import compile_whole_or_in_pieces
 from ddp_compile.compile.graph_compiler import GraphCompiler
-from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets, trace_cut
+from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
+from ddp_compile.compile.graph_report import GraphReport, parts_of
 from ddp_compile.compile.partitions import compile_partitions
-from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
+from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FOR_INDUCTOR, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.config import SplitMode
 from ddp_compile.errors import CompilationError, number_of, shorten_names, this_rank
 from ddp_compile.graph_ops import await_before, gathers_parameters, watch_parameters
@@ -28,41 +26,26 @@ from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
 from ddp_compile.passes.analysis.graph_nodes import requires_grad
 from ddp_compile.passes.forward.partition_graph import partition_names
-from ddp_compile.passes.pipeline import AotContext, Declined, PassContext, run_pipeline
+from ddp_compile.passes.pipeline import AotContext, Declined, PassContext, PassResult, run_pipeline
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketSpec
-from ddp_compile.torch_internals import BackwardPass, GraphEdit, UserLine
+from ddp_compile.torch_internals import GraphEdit
 
 log = logging.getLogger(__name__)
 
 
-class GraphPart(NamedTuple):
-    """A part of a graph that is compiled by itself."""
+class _Graph(NamedTuple):
+    """A graph with gradients for buckets, before it is compiled."""
 
-    reads: tuple[int, ...]  #: indices of the reduced parameters that it reads
-    first_node: str | None = None  #: name of the node before which the graph is cut; None for the first part
-
-
-class GraphReport(NamedTuple):
-    """What was done with one graph."""
-
-    graph: int  #: ordinal among the graphs that Dynamo made of the module, recompiled ones included
-    buckets: tuple[BucketSpec, ...]  #: with gradients from the graph, numbered as when it was compiled
-    parts: tuple[GraphPart, ...]  #: graphs that were compiled; one if nothing was cut
-    #: The cuts that were not made as planned; with ``launches_in_backward``, the buckets that are not launched inside
-    #: the backward. Empty for compiled code from a cache.
-    declined: tuple[Declined, ...]
-    launches_in_backward: bool = False
-    not_cut: tuple[Declined, ...] = ()  #: of a graph left whole since it could not be cut for every bucket
-    lines: Mapping[str, UserLine] = MappingProxyType({})  #: of the user, by name of the nodes that are named here
+    number: int
+    inputs: Sequence[Any]  #: Dynamo's example inputs
+    parameter_of: Mapping[str, int]  #: index of the reduced parameter that a node stands for, by the node's name
+    buckets: tuple[BucketSpec, ...]  #: with gradients from the graph
+    table: str  #: of the buckets, for dumps
 
     @property
-    def num_buckets(self) -> int:
-        return len(self.buckets)
-
-    @property
-    def num_partitions(self) -> int:
-        return len(self.parts)
+    def name(self) -> str:
+        return f"graph {self.number}"
 
 
 class TrainingBackend:
@@ -73,7 +56,7 @@ class TrainingBackend:
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
         split: ``"forward"`` cuts graphs at bucket boundaries, ``"backward"`` leaves them whole and launches buckets
             inside the backward, ``"auto"`` does the latter with graphs that cannot be cut for every bucket.
-        reducer: Number by which a compiled backward finds the reducer.
+        reducer_id: Number by which compiled code finds the reducer.
         moves_gradients: Whether such a backward may move gradients to the flat buffers.
     """
 
@@ -84,14 +67,14 @@ class TrainingBackend:
         parameters: Mapping[int, int],
         split: SplitMode,
         launches_in_backward: bool,
-        reducer: int,
+        reducer_id: int,
         moves_gradients: bool,
     ) -> None:
         self.compiler = compiler
         self.builder = builder
         self.parameters = parameters
         self.split = split
-        self.reducer = reducer
+        self.reducer_id = reducer_id
         self.reports: list[GraphReport] = []
         self.launches_in_backward = launches_in_backward
         self.moves_gradients = moves_gradients
@@ -112,107 +95,100 @@ class TrainingBackend:
         return run
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        ordinal = len(self.reports)
-        name = f"graph {ordinal}"
+        """Decide whether to cut the graph, to launch buckets inside its backward, or neither."""
+        number = len(self.reports)
+        name = f"graph {number}"
         if torch_internals.loses_gradients_of_collectives(gm):
             raise _loses_gradients(name)
         parameter_of = self._find_parameters(gm, example_inputs)
-        order = grad_ready_order(gm, parameter_of)
+        order = [entry.parameter for entry in grad_ready_order(gm, parameter_of)]
         has_backward = any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
         if not order or not has_backward:  # no backward if the graph was made under no_grad
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
-            self.reports.append(GraphReport(ordinal, (), (GraphPart(tuple(parameter_of.values())),), ()))
-            return await_before(self.compiler.compile(gm, example_inputs, name), parameter_of.values(), self.reducer)
-        buckets = self.builder.add_frame([entry.parameter for entry in order])
-        table = format_graph_buckets(buckets, [entry.parameter for entry in order])
-        launches_in_backward = self._launches_in_backward(name)
-        if self.split == "backward" and launches_in_backward:
-            return self._compile_whole(gm, example_inputs, name, parameter_of, buckets, table)
-
-        def read_by(part: Any) -> list[int]:
-            return [parameter_of[node.name] for node in part.graph.nodes if node.name in parameter_of]
-
-        ctx = PassContext(
-            parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name, every_cut_or_none=launches_in_backward
-        )
-        passes = FORWARD_SPLIT if self.split != "none" and _parts_are_equal(name, example_inputs) else ()
-        result = run_pipeline(gm, ctx, passes, [GraphDump(name, table)])
-        parts = _parts(result.gm, parameter_of)
-        if len(parts) == 1 < len(buckets) and launches_in_backward:
+            self.reports.append(GraphReport(number, (), parts_of(gm, parameter_of)))
+            return self._waiting(self.compiler.compile(gm, example_inputs, name), parameter_of.values())
+        buckets = self.builder.add_frame(order)
+        graph = _Graph(number, example_inputs, parameter_of, tuple(buckets), format_graph_buckets(buckets, order))
+        in_backward = self._launches_in_backward(name)
+        if self.split == "backward" and in_backward:
+            return self._compile_whole(gm, graph)
+        result = self._cut(gm, graph, in_backward)
+        if in_backward and len(buckets) > 1 and not partition_names(result.gm):
             log.info("%s: left whole, since cutting it in the forward would not launch every bucket early", name)
-            return self._compile_whole(result.gm, example_inputs, name, parameter_of, buckets, table, result.declined)
-        log.info("%s: %s, %s", name, number_of(len(buckets), "bucket"), number_of(len(parts), "partition"))
-        lines = _lines_of(result.gm, [declined.node for declined in result.declined], parts)
-        self.reports.append(GraphReport(ordinal, tuple(buckets), parts, result.declined, lines=lines))
-        names = partition_names(result.gm) or ["whole graph"]
-        trace_cut(name, {part: each.reads for part, each in zip(names, parts, strict=True)}, buckets, self.builder)
+            return self._compile_whole(result.gm, graph, result.declined)
+        return self._compile_parts(result, graph)
 
-        def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], part: str) -> Callable[..., Any]:
-            reads = read_by(gm)
-            compiled = self.compiler.compile(gm, inputs, f"{part} ({self._named(reads)})")
-            return await_before(compiled, reads, self.reducer)
-
-        if len(parts) == 1:
-            return compile_part(result.gm, example_inputs, name)
-        return compile_partitions(
-            result.gm, example_inputs, lambda gm, inputs, part: compile_part(gm, inputs, f"{part} of {name}")
+    def _cut(self, gm: fx.GraphModule, graph: _Graph, every_cut_or_none: bool) -> PassResult:
+        ctx = PassContext(
+            parameter_of=graph.parameter_of,
+            buckets=graph.buckets,
+            graph_name=graph.name,
+            every_cut_or_none=every_cut_or_none,
         )
+        passes = FORWARD_SPLIT if self.split != "none" and _parts_are_equal(graph) else ()
+        return run_pipeline(gm, ctx, passes, [GraphDump(graph.name, graph.table)])
+
+    def _compile_parts(self, result: PassResult, graph: _Graph) -> Callable[..., Any]:
+        parts = parts_of(result.gm, graph.parameter_of)
+        report = GraphReport(graph.number, graph.buckets, parts, result.declined)
+        self.reports.append(report.with_lines_of(result.gm))
+        num_buckets, num_parts = number_of(len(graph.buckets), "bucket"), number_of(len(parts), "partition")
+        log.info("%s: %s, %s", graph.name, num_buckets, num_parts)
+        if len(parts) == 1:
+            return self._compile_part(result.gm, graph.inputs, graph.name, parts[0].reads)
+        reads_of = dict(zip(partition_names(result.gm), (part.reads for part in parts), strict=True))
+
+        def compile_partition(gm: fx.GraphModule, inputs: Sequence[Any], name: str) -> Callable[..., Any]:
+            return self._compile_part(gm, inputs, f"{name} of {graph.name}", reads_of[name])
+
+        return compile_partitions(result.gm, graph.inputs, compile_partition)
+
+    def _compile_part(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], name: str, reads: Collection[int]
+    ) -> Callable[..., Any]:
+        return self._waiting(self.compiler.compile(gm, inputs, f"{name} ({self._named(reads)})"), reads)
+
+    def _waiting(self, compiled: Callable[..., Any], reads: Collection[int]) -> Callable[..., Any]:
+        return await_before(compiled, reads, self.reducer_id)
 
     def _compile_whole(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        name: str,
-        parameter_of: Mapping[str, int],
-        buckets: Sequence[BucketSpec],
-        table: str,
-        not_cut: tuple[Declined, ...] = (),
+        self, gm: fx.GraphModule, graph: _Graph, not_cut: tuple[Declined, ...] = ()
     ) -> Callable[..., Any]:
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        parameter_of_input = {
-            i: parameter_of[node.name] for i, node in enumerate(placeholders) if node.name in parameter_of
-        }
-        reads, num_failures = list(parameter_of.values()), len(self.compiler.failures)
+        """Compile a graph whose backward launches buckets."""
+        placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
+        parameter_of_input = {i: graph.parameter_of[n.name] for i, n in placeholders if n.name in graph.parameter_of}
+        (part,) = parts_of(gm, graph.parameter_of)
         ctx = AotContext(
             parameter_of_input=parameter_of_input,
-            buckets=tuple(buckets),
-            reducer=self.reducer,
-            graph_name=name,
-            reads=tuple(reads),
-            strides=_strides(example_inputs, parameter_of_input) if self.moves_gradients else {},
+            buckets=graph.buckets,
+            reducer_id=self.reducer_id,
+            graph_name=graph.name,
+            reads=part.reads,
+            strides=_strides(graph.inputs, parameter_of_input) if self.moves_gradients else {},
         )
-        reports, place = self.reports, len(self.reports)  # without self, which Dynamo would keep
-        parts = (GraphPart(ctx.reads),)
-        lines = _lines_of(gm, [declined.node for declined in not_cut], parts)
-        report = GraphReport(place, ctx.buckets, parts, (), launches_in_backward=True, not_cut=not_cut, lines=lines)
-        self.reports.append(report)
+        report = GraphReport(graph.number, graph.buckets, (part,), launches_in_backward=True, not_cut=not_cut)
+        reports = self.reports
+        reports.append(report := report.with_lines_of(gm))
+        log.info("%s: %s, launched inside its backward", graph.name, number_of(len(graph.buckets), "bucket"))
 
-        def insert_launches(backward: fx.GraphModule, of_the_compiler: Sequence[BackwardPass]) -> None:
-            dump = GraphDump(f"{name} backward", table)
-            result = run_pipeline(backward, ctx, [*BACKWARD_SPLIT, *of_the_compiler], [dump])
-            reports[place] = report._replace(declined=result.declined)
-
-        log.info("%s: %s, launched inside its backward", name, number_of(len(buckets), "bucket"))
-        trace_cut(name, {"whole graph": reads}, buckets, self.builder)
-        compile_edited = functools.partial(compile_whole_or_in_pieces, name=f"{name} backward")
-        wait_inside = self._waiter(ctx, table)
-        edit = GraphEdit(insert_launches, _cache_key(ctx, wait_inside is not None), compile_edited, wait_inside)
-        compiled = self.compiler.compile(gm, example_inputs, f"{name} ({self._named(reads)})", edit)
-        if wait_inside is None or len(self.compiler.failures) > num_failures:
-            compiled = await_before(compiled, reads, self.reducer)
-        param_indices = [tuple(gradient.index for gradient in bucket.gradients) for bucket in buckets]
-        return watch_parameters(compiled, example_inputs, parameter_of_input, param_indices, ctx.reducer)
-
-    def _waiter(self, ctx: AotContext, table: str) -> Callable[[fx.GraphModule], None] | None:
-        """The edit that inserts waits for parameters into a forward; None if the graph waits before it runs."""
-        if not (gathers_parameters(self.reducer) and self.compiler.can_edit_forwards()):
-            return None
-        forward_ctx = replace(ctx, graph_name=f"{ctx.graph_name} forward")
+        def insert_launches(backward: fx.GraphModule, is_inductors: bool) -> None:
+            dump = GraphDump(f"{graph.name} backward", graph.table)
+            passes = (*BACKWARD_SPLIT, *FOR_INDUCTOR) if is_inductors else BACKWARD_SPLIT
+            result = run_pipeline(backward, ctx, passes, [dump])
+            reports[graph.number] = report._replace(declined=result.declined)
 
         def insert_waits(forward: fx.GraphModule) -> None:
-            run_pipeline(forward, forward_ctx, WHOLE_FORWARD, [GraphDump(forward_ctx.graph_name, table)])
+            dump = GraphDump(f"{graph.name} forward", graph.table)
+            run_pipeline(forward, replace(ctx, graph_name=dump.graph_name), WHOLE_FORWARD, [dump])
 
-        return insert_waits
+        waits_inside, num_failures = gathers_parameters(self.reducer_id), len(self.compiler.failures)
+        edit = GraphEdit(insert_launches, _cache_key(ctx, waits_inside), insert_waits if waits_inside else None)
+        name = f"{graph.name} ({self._named(part.reads)})"
+        compiled = self.compiler.compile(gm, graph.inputs, name, edit)
+        if not waits_inside or len(self.compiler.failures) > num_failures:
+            compiled = self._waiting(compiled, part.reads)
+        buckets = [tuple(gradient.index for gradient in bucket.gradients) for bucket in graph.buckets]
+        return watch_parameters(compiled, graph.inputs, parameter_of_input, buckets, self.reducer_id)
 
     def _launches_in_backward(self, name: str) -> bool:
         if not self.launches_in_backward or not torch_internals.compiled_autograd_is_on():
@@ -241,26 +217,6 @@ class TrainingBackend:
         return {n.name: known[id(value)] for n, value in values if isinstance(value, Tensor) and id(value) in known}
 
 
-def _parts(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> tuple[GraphPart, ...]:
-    """The partitions of a graph, or all of it."""
-
-    def reads(part: fx.GraphModule) -> tuple[int, ...]:
-        return tuple(parameter_of[node.name] for node in part.graph.nodes if node.name in parameter_of)
-
-    partitions = [getattr(gm, name) for name in partition_names(gm)]
-    first_nodes = [next(node.name for node in part.graph.nodes if node.op.startswith("call")) for part in partitions]
-    parts = (GraphPart(reads(part), name) for part, name in zip(partitions, [None, *first_nodes[1:]], strict=True))
-    return tuple(parts) if partitions else (GraphPart(reads(gm)),)
-
-
-def _lines_of(gm: fx.GraphModule, nodes: Sequence[str], parts: Sequence[GraphPart]) -> dict[str, UserLine]:
-    """The user's lines that nodes of a graph come from, by name; those in its partitions too."""
-    graphs = [gm, *(getattr(gm, name) for name in partition_names(gm))]
-    named = {*nodes, *(part.first_node for part in parts)}
-    found = {n.name: torch_internals.user_line_of(n) for part in graphs for n in part.graph.nodes if n.name in named}
-    return {name: line for name, line in found.items() if line is not None}
-
-
 def _loses_gradients(name: str) -> CompilationError:
     return CompilationError(
         f"{this_rank()}: {name} contains a collective of torch.distributed.nn, but torch {torch.__version__} computes"
@@ -282,19 +238,19 @@ def _cache_key(ctx: AotContext, waits_inside: bool) -> str:
     """A digest of everything but the graph itself that the edited graphs depend on."""
     buckets = [[gradient.index for gradient in bucket.gradients] for bucket in ctx.buckets]
     numbers = [sorted(ctx.parameter_of_input.items()), sorted(ctx.strides.items())]
-    described = [pipelines_version(), ctx.reducer, buckets, *numbers, waits_inside]
+    described = [pipelines_version(), ctx.reducer_id, buckets, *numbers, waits_inside]
     return f"ddp_compile {hashlib.sha256(json.dumps(described).encode()).hexdigest()}"
 
 
-def _parts_are_equal(name: str, example_inputs: Sequence[Any]) -> bool:
+def _parts_are_equal(graph: _Graph) -> bool:
     """Whether the ranks hold equal-sized parts of every DTensor input, so that all cut the graph at the same places.
 
     Buckets follow the sizes of the parts. If the cuts differed, the ranks would run the collectives that redistribute
     gradients after a partition's backward in different orders.
     """
-    if all(torch_internals.has_equal_parts(value) for value in example_inputs):
+    if all(torch_internals.has_equal_parts(value) for value in graph.inputs):
         return True
-    log.info("%s: not cut, since a DTensor in it has parts of different sizes", name)
+    log.info("%s: not cut, since a DTensor in it has parts of different sizes", graph.name)
     return False
 
 
@@ -306,11 +262,11 @@ def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:
     """
     if split not in ("auto", "backward"):
         return False
-    can_edit = compiler.can_edit_backwards()
+    can_edit = compiler.can_edit()
     if split == "backward" and not can_edit:
         log.warning(
-            "split='backward' needs a backend that is known to be built on AOTAutograd, which %s is not:"
-            " graphs are cut in the forward instead",
+            "split='backward' needs a backend that is known to compile the operators of ddp_compile (inductor,"
+            " compile_fx, aot_eager), which %s is not: graphs are cut in the forward instead",
             getattr(compiler.inner, "compiler_name", compiler.inner),
         )
     return can_edit
@@ -341,14 +297,3 @@ class RegionBackend(EvaluationBackend):
             raise _loses_gradients(f"{self.kind} {self.num_graphs}")
         GraphDump(f"{self.kind} {self.num_graphs}", "those of all modules that share the graph").before_pipeline(gm)
         return super().__call__(gm, example_inputs)
-
-
-def graphs_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:
-    """The graphs with several buckets that could not be cut anywhere."""
-    return [
-        report
-        for report in reports
-        if report.num_buckets > 1
-        and report.num_partitions == 1
-        and not (report.launches_in_backward and len(report.declined) < report.num_buckets)
-    ]

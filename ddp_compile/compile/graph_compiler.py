@@ -39,17 +39,13 @@ class GraphCompiler:
         self.fullgraph = fullgraph
         self.failures: list[CompileFailure] = []
 
-    def can_edit_backwards(self) -> bool:
-        """Whether `compile` takes an edit: whether the inner backend is known to use AOTAutograd.
+    def can_edit(self) -> bool:
+        """Whether `compile` takes an edit: whether the inner backend is known to compile our operators.
 
         Raises:
             ValueError: The backend's ``inner_compile`` is not callable.
         """
         return torch_internals.editing_backend(self.inner) is not None
-
-    def can_edit_forwards(self) -> bool:
-        """Whether an edit may change the forward graph too."""
-        return torch_internals.edits_forwards(self.inner)
 
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str, edit: GraphEdit | None = None
@@ -90,16 +86,16 @@ class GraphCompiler:
     def _compile(
         self, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit | None, accept_failure: AcceptFailure | None
     ) -> Callable[..., Any]:
-        with torch_internals.right_cache_entries(gm):
+        with torch_internals.without_wrong_cache_entries(gm):
             if edit is not None:
                 compile_and_edit = torch_internals.editing_backend(self.inner, accept_failure)
-                assert compile_and_edit is not None, "asked to edit what `can_edit_backwards` denies"
+                assert compile_and_edit is not None, "asked to edit what `can_edit` denies"
                 return compile_and_edit(gm, inputs, edit)
             return torch_internals.compile_with_eager_backward(self.inner, gm, inputs, accept_failure)
 
     def _accept_failure(self, error: Exception, graph: str) -> None:
         """Warn that a graph runs eagerly, or raise its error if it must not."""
-        if must_be_raised(error):
+        if torch_internals.is_request_to_dynamo(error) or _ran_out_of_memory(error):
             raise error
         failure = CompileFailure(graph, _in_one_line(error))
         self.failures.append(failure)
@@ -130,11 +126,6 @@ def _copy_graphs(gm: fx.GraphModule) -> fx.GraphModule:
         if isinstance(child, fx.GraphModule):
             setattr(copied, name, _copy_graphs(child))
     return copied
-
-
-def must_be_raised(error: Exception) -> bool:
-    """Whether a compiler's error rules out another attempt."""
-    return torch_internals.is_request_to_dynamo(error) or _ran_out_of_memory(error)
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:

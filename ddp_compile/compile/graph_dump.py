@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
 from ddp_compile import torch_internals
-from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketSpec
 
 
-def format_graph_buckets(buckets: list[BucketSpec], ready_order: list[int]) -> str:
+def format_graph_buckets(buckets: Sequence[BucketSpec], ready_order: Sequence[int]) -> str:
     """One line for each bucket of a graph, with those of its gradients that the graph computes."""
     members = set(ready_order)
     lines = []
@@ -33,33 +31,6 @@ def format_graph(gm: fx.GraphModule) -> str:
     if any(node.op == "call_module" for node in gm.graph.nodes):
         return gm.code.strip()
     return gm.print_readable(print_output=False, include_stride=False, include_device=False, colored=False).strip()
-
-
-def trace_cut(
-    graph_name: str, parts: Mapping[str, Sequence[int]], buckets: Sequence[BucketSpec], builder: PlanBuilder
-) -> None:
-    """Write to ``TORCH_TRACE``, as JSON, where a graph was cut.
-
-    Until the plan is sealed, it has no digest, and graphs that are compiled later may move buckets to higher numbers.
-
-    Args:
-        parts: Indices of the parameters that each part reads, by its name, in the order of the forward.
-        buckets: With gradients from the graph.
-    """
-
-    def text() -> str:
-        described, left = [], list(buckets)
-        for part, reads in parts.items():
-            # The backward runs through the parts from the last to the first, so the first reader completes a bucket.
-            completes = [bucket for bucket in left if not {g.index for g in bucket.gradients}.isdisjoint(reads)]
-            left = [bucket for bucket in left if bucket not in completes]
-            names = [builder.gradients[index].fqn for index in reads]
-            described.append({"name": part, "parameters": names, "completes": [bucket.index for bucket in completes]})
-        contents = {bucket.index: [gradient.fqn for gradient in bucket.gradients] for bucket in buckets}
-        plan = builder.sealed and builder.sealed.digest
-        return json.dumps({"graph": graph_name, "plan": plan, "parts": described, "buckets": contents}, indent=1)
-
-    torch_internals.trace_artifact(f"ddp_compile_{graph_name}_cut".replace(" ", "_"), text, "json")
 
 
 class GraphDump:

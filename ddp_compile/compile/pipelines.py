@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ddp_compile import passes
 from ddp_compile.passes.backward.bucket_backward import bucket_backward_pass
 from ddp_compile.passes.backward.keep_sparse_parts import keep_sparse_parts_pass
+from ddp_compile.passes.backward.return_written_outputs import return_written_outputs_pass
 from ddp_compile.passes.forward.await_parameters import await_parameters_pass
 from ddp_compile.passes.forward.functionalize_inplace import functionalize_inplace_pass
 from ddp_compile.passes.forward.sink_parameter_views import sink_parameter_views_pass
@@ -28,15 +29,15 @@ FORWARD_SPLIT: tuple[Pass, ...] = (
     split_forward_pass,
 )
 
-#: The passes over a backward graph that launches buckets; a compiler may add passes after them.
+#: The passes over a backward graph that launches buckets, and those that inductor needs after them.
 BACKWARD_SPLIT = (bucket_backward_pass, keep_sparse_parts_pass)
+FOR_INDUCTOR = (return_written_outputs_pass,)
 
 #: The passes over AOTAutograd's forward graph if a sharded optimizer gathers parameters while it runs.
 WHOLE_FORWARD = (await_parameters_pass,)
 
 #: Other modules that compiled code depends on.
 _BESIDE_THE_PASSES = (
-    "ddp_compile.compile.backward_pieces",
     "ddp_compile.graph_ops",
     "ddp_compile.torch_internals.backward_compile",
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ddp_compile.compile.backend import GraphReport, graphs_without_cut
+from ddp_compile.compile.graph_report import GraphReport, graphs_without_cut
 from ddp_compile.config import ReplicateConfig, caps_from_mib
 from ddp_compile.errors import number_of, this_rank
 from ddp_compile.module.launches import describe_launches, watched_buckets

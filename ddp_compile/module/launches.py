@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ddp_compile.compile.backend import GraphReport
+from ddp_compile.compile.graph_report import GraphReport
 from ddp_compile.plan.spec import BucketPlan, BucketSpec
 from ddp_compile.report.explanation import BucketLaunch
 

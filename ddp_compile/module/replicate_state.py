@@ -27,7 +27,7 @@ from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.features.regions import CompiledRegions, find_inner, find_regions, region_of_parameters
 from ddp_compile.features.replicated_buffers import ReplicatedBuffers
 from ddp_compile.features.uneven_inputs import UnevenInputs
-from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
+from ddp_compile.graph_ops import next_reducer_id, register_receiver
 from ddp_compile.module import explanation
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.saved_plan import SavedPlan, load_for
@@ -103,7 +103,7 @@ class ReplicateState:
             on_reduced=self.optimizers.step,
             on_plan_sealed=self._warn_without_overlap,
         )
-        register_receiver(self.backend.reducer, self.reducer)
+        register_receiver(self.backend.reducer_id, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
 
@@ -150,9 +150,8 @@ class ReplicateState:
         config, numbers = self.config, {id(p): i for i, p in enumerate(self.reduced.values())}
         # Gradients that are not sent need not move, and gradients that may be added to must not.
         moves = config.static_graph and config.gradient_as_bucket_view and self.process_group.size() > 1
-        ordinal = next_reducer_ordinal()
         self.backend: TrainingBackend = TrainingBackend(
-            self.compiler, self.builder, numbers, config.split, in_backward, ordinal, moves
+            self.compiler, self.builder, numbers, config.split, in_backward, next_reducer_id(), moves
         )
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.breaks = GraphBreaks()

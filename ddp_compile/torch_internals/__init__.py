@@ -1,4 +1,4 @@
-"""Every private torch name that this package uses, in torch 2.11 to 2.15. docs/torch_facts.md says how they differ.
+"""Every private torch name that this package uses, in torch 2.11 to 2.15. docs/compatibility.md says how they differ.
 
 No other file of the package may use one: tests/unit/test_layers.py.
 """
@@ -22,17 +22,15 @@ from ddp_compile.torch_internals.autograd import (
 )
 from ddp_compile.torch_internals.backward_compile import (
     AcceptFailure,
-    BackwardPass,
-    CompileBackward,
     GraphEdit,
     compile_with_eager_backward,
     editing_backend,
-    edits_forwards,
+    force_stride_order,
     inputs_of_gradients,
     positions_of_inputs,
     repeats_random_numbers,
+    without_wrong_cache_entries,
 )
-from ddp_compile.torch_internals.compile_caches import right_cache_entries
 from ddp_compile.torch_internals.dynamo import (
     InnerBackend,
     compile_isolated,
@@ -54,6 +52,7 @@ from ddp_compile.torch_internals.dynamo import (
     watch_compilations,
 )
 from ddp_compile.torch_internals.fake_training import (
+    OperatorTimes,
     fake_process_group,
     fake_tensors,
     make_fake,
@@ -62,7 +61,14 @@ from ddp_compile.torch_internals.fake_training import (
     quiet_fake_mode,
     traced_only,
 )
-from ddp_compile.torch_internals.graph_breaks import GraphBreaks, in_python, leave_call_to_python
+from ddp_compile.torch_internals.graph_breaks import (
+    GraphBreaks,
+    UserLine,
+    in_python,
+    is_of_users,
+    leave_call_to_python,
+    user_line_of,
+)
 from ddp_compile.torch_internals.module_calls import (
     active_ddp,
     compiled_call_of,
@@ -117,4 +123,3 @@ from ddp_compile.torch_internals.tensors import (
     to_fake,
     wrapper_subclass,
 )
-from ddp_compile.torch_internals.user_code import UserLine, is_of_users, user_line_of

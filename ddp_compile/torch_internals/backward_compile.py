@@ -1,19 +1,31 @@
-"""Compilation of backward graphs: with edits, and with eager execution if it fails."""
+"""Compilation of graphs: edits, eager execution of a backward that fails, and caches that may answer wrongly.
+
+Note [Graphs kept out of AOTAutograd's cache]
+*Floats that vary.* Dynamo passes a Python float that has had several values as a tensor and a symbol. If an operator
+takes no symbol, AOTAutograd compiles the value into the graph, under a guard that it adds while it traces. Neither the
+value nor the guard is in the key, and a hit does not restore the guard. So the cache returns a graph for another float,
+which Dynamo then runs for all floats (pytorch/pytorch#194976; #197889 is open in torch 2.14). FXGraphCache is correct,
+since its key is the graph including the value.
+
+*Outputs that share memory.* AOTAutograd replays their views on the common base. Up to torch 2.13 the recorded view of a
+matrix product comes back from a cache with sizes read from freed memory (pytorch/pytorch#185861).
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
-from torch._ops import OpOverload
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ddp_compile.torch_internals.dynamo import InnerBackend, order_keeping_settings, right_donations
+from ddp_compile.torch_internals.dynamo import InnerBackend, order_keeping_settings, without_wrong_donations
+from ddp_compile.torch_internals.tensors import free_symbols, storage_key
 
 #: Called with inductor's error and the backward graph that failed. Raises if the graph must not run eagerly.
 AcceptFailure = Callable[[Exception, fx.GraphModule], None]
@@ -58,12 +70,17 @@ def _or_eagerly(accept_failure: AcceptFailure) -> Callable[..., Any]:
     return compile_forward_or_backward
 
 
-def _for_eager_execution(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy without the operators that choose inductor's strides; inductor's passes rewrite the original."""
+def force_stride_order() -> Any:
+    """Inductor's operator that returns its argument with these strides."""
     from torch._inductor import inductor_prims
 
+    return inductor_prims.force_stride_order
+
+
+def _for_eager_execution(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy without the operators that choose inductor's strides; inductor's passes rewrite the original."""
     copied = copy.deepcopy(graph.graph)
-    for node in copied.find_nodes(op="call_function", target=inductor_prims.force_stride_order):
+    for node in copied.find_nodes(op="call_function", target=force_stride_order()):
         node.replace_all_uses_with(node.args[0])
         copied.erase_node(node)
     return fx.GraphModule(graph, copied)
@@ -79,22 +96,12 @@ def repeats_random_numbers(backward: fx.GraphModule) -> bool:
     return any(name in str(node.target) for node in backward.graph.nodes for name in names)
 
 
-#: Compiles a backward graph for example inputs.
-CompileBackward = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-
-#: A pass that declines nothing.
-BackwardPass = Callable[[fx.GraphModule, Any], tuple[fx.GraphModule, int, tuple[()]]]
-
-
 class GraphEdit(NamedTuple):
     """A change to AOTAutograd's forward and backward graphs before they are compiled, unless a cache has them."""
 
-    #: Called with the backward graph, and with passes that the compiler needs after all others.
-    backward: Callable[[fx.GraphModule, Sequence[BackwardPass]], None]
+    backward: Callable[[fx.GraphModule, bool], None]  #: called with the backward graph and whether it is inductor's
     cache_key: str  #: different for edits that make different graphs, the same in every process for the same edit
-    #: Calls a compiler that may not know the operators in an edited backward; inductor does.
-    compile_edited: Callable[[CompileBackward, fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-    forward: Callable[[fx.GraphModule], None] | None = None  #: only for compilers with `edits_forwards`
+    forward: Callable[[fx.GraphModule], None] | None = None  #: called with the forward graph
 
 
 #: Like `InnerBackend`, with an edit of the backward.
@@ -102,15 +109,14 @@ EditingBackend = Callable[[fx.GraphModule, list[Any], GraphEdit], Callable[..., 
 
 
 def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = None) -> EditingBackend | None:
-    """A backend that compiles like ``inner`` and edits graphs; None if ``inner`` is not known to use AOTAutograd.
+    """A backend that compiles like ``inner`` and edits graphs; None if it is not known to compile our operators.
 
-    Known backends are inductor, ``compile_fx`` with or without the user's ``inner_compile``, ``aot_eager``, and results
-    of ``torch._dynamo.backends.common.aot_autograd``.
+    Known are inductor, ``compile_fx`` with or without the user's ``inner_compile``, and ``aot_eager``.
 
     Raises:
         ValueError: The backend's ``inner_compile`` is not callable.
     """
-    from torch._dynamo.backends import common, debugging
+    from torch._dynamo.backends import debugging
 
     if isinstance(inner, torch._TorchCompileInductorWrapper):
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -118,8 +124,6 @@ def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = 
         compile_inner = compile_fx_inner if accept_failure is None else _or_eagerly(accept_failure)
         return functools.partial(_compile_with_inductor, compile_fx, compile_inner, inner.config)
     compiler: Any = getattr(inner, "compiler_fn", None)
-    if isinstance(compiler, common.AotAutograd):
-        return functools.partial(_compile_with_aot_autograd, compiler)
     if compiler is debugging.aot_eager:
         run_as_it_is: Any = debugging.boxed_nop
         return functools.partial(_compile_with_aot_eager, debugging.aot_eager, run_as_it_is)
@@ -138,14 +142,6 @@ def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = 
     return functools.partial(_compile_with_inductor, compiler, inner_compile, patches or {})
 
 
-def edits_forwards(inner: InnerBackend) -> bool:
-    """Whether the editing backend of ``inner`` is known to compile forwards with our operators in them."""
-    from torch._dynamo.backends import debugging
-
-    compiler = getattr(inner, "compiler_fn", None)
-    return isinstance(inner, torch._TorchCompileInductorWrapper) or compiler is debugging.aot_eager
-
-
 def _compile_with_inductor(
     compile_fx: Callable[..., Any],
     inner_compile: Callable[..., Any],
@@ -159,78 +155,34 @@ def _compile_with_inductor(
     name = "post_grad_custom_post_pass"
     theirs = config_patches.get(name, getattr(inductor_config, name))
     patches = {**order_keeping_settings(), **config_patches, name: _with_cache_key(theirs, edit.cache_key)}
-    with right_donations(gm):
+    with without_wrong_donations(gm):
         return compile_fx(gm, inputs, inner_compile=_edited(inner_compile, edit), config_patches=patches)
-
-
-def _compile_with_aot_autograd(
-    compiler: Any, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit
-) -> Callable[..., Any]:
-    backward_compiler = compiler.kwargs.get("bw_compiler") or compiler.kwargs["fw_compiler"]
-    kwargs = {**compiler.kwargs, "bw_compiler": _edited_always(backward_compiler, edit)}
-    return type(compiler)(**kwargs)(gm, inputs)
 
 
 def _compile_with_aot_eager(
     aot_eager: Any, run_as_it_is: Any, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit
 ) -> Callable[..., Any]:
-    def run_edited_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def run_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if edit.forward is not None:
             edit.forward(forward)
         return run_as_it_is(forward, inputs)
 
-    return aot_eager(gm, inputs, fw_compiler=run_edited_forward, bw_compiler=_edited_always(run_as_it_is, edit))
+    def run_backward(backward: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        edit.backward(backward, False)
+        return run_as_it_is(backward, inputs)
 
-
-def _edited_always(compile_backward: CompileBackward, edit: GraphEdit) -> CompileBackward:
-    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        edit.backward(gm, ())
-        return edit.compile_edited(compile_backward, gm, inputs)
-
-    return compile_graph
+    return aot_eager(gm, inputs, fw_compiler=run_forward, bw_compiler=run_backward)
 
 
 def _edited(inner_compile: Callable[..., Any], edit: GraphEdit) -> Callable[..., Any]:
     def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         if kwargs.get("is_backward"):
-            edit.backward(gm, [return_what_operators_write_pass])
+            edit.backward(gm, True)
         elif edit.forward is not None:
             edit.forward(gm)
         return inner_compile(gm, inputs, **kwargs)
 
     return compile_graph
-
-
-def return_what_operators_write_pass(gm: fx.GraphModule, ctx: object) -> tuple[fx.GraphModule, int, tuple[()]]:
-    """Make operators that are declared to write to outputs of the graph get the returned tensors themselves.
-
-    Inductor chooses strides, for example channels_last for convolutions, and at the end of the graph copies an output
-    to the strides that the graph declares. The operator would see the tensor before the copy.
-    """
-    from torch._inductor import inductor_prims
-
-    output, num_changed = gm.graph.output_node(), 0
-    for node in output.all_input_nodes:
-        writers = [user for user in node.users if _writes_into(user, node)]
-        strides = node.meta["val"].stride() if isinstance(node.meta.get("val"), Tensor) else ()
-        if not writers or len(strides) < 2 or not all(isinstance(stride, int) for stride in strides):
-            continue
-        with gm.graph.inserting_after(node):
-            returned = gm.graph.call_function(inductor_prims.force_stride_order, (node, list(strides)))
-        returned.meta.update(node.meta)
-        for user in (*writers, output):
-            user.replace_input_with(node, returned)
-        num_changed += 1
-    return gm, num_changed, ()
-
-
-def _writes_into(user: fx.Node, node: fx.Node) -> bool:
-    """Whether an operator is declared to write to a node's value."""
-    if not isinstance(user.target, OpOverload):
-        return False
-    pairs = zip(user.target._schema.arguments, user.args, strict=False)
-    written = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
-    return any(value is node for value in pytree.tree_leaves(written))
 
 
 def _with_cache_key(theirs: Any, key: str) -> Any:
@@ -277,3 +229,38 @@ def positions_of_inputs(forward: fx.GraphModule) -> list[int | None]:
 
     described = (node.meta.get("desc") for node in forward.graph.find_nodes(op="placeholder"))
     return [of.idx if isinstance(of, PlainAOTInput) else None for of in described]
+
+
+_LOSES_SIZES_OF_VIEWS = torch.__version__ < "2.14"
+
+
+def without_wrong_cache_entries(gm: fx.GraphModule) -> AbstractContextManager[Any]:
+    """Compile a graph without AOTAutograd's cache if the cache might answer wrongly.
+
+    Source: ``aot_module_simplified`` of torch 2.13 (_functorch/aot_autograd.py), which asks for these settings first.
+    """
+    import torch._functorch.config as functorch_config
+
+    varies = any(_depends_on_a_float(value) for node in gm.graph.nodes for value in _values(node))
+    if not varies and not (_LOSES_SIZES_OF_VIEWS and _has_outputs_that_share_memory(gm)):
+        return functorch_config.patch()
+    return functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
+
+
+def _depends_on_a_float(value: Any) -> bool:
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    return isinstance(value, SymFloat) or any(symbol_is_type(symbol, SymT.FLOAT) for symbol in free_symbols(value))
+
+
+def _has_outputs_that_share_memory(gm: fx.GraphModule) -> bool:
+    tensors = (value for node in gm.graph.output_node().all_input_nodes for value in _values(node))
+    keys = [storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+    known = [key for key in keys if key is not None]
+    return len(set(known)) < len(known)
+
+
+def _values(node: fx.Node) -> Iterator[Any]:
+    for value in pytree.tree_leaves(node.meta.get("example_value")):
+        if isinstance(value, Tensor | SymInt | SymFloat | SymBool):
+            yield value

@@ -291,7 +291,7 @@ def compiled_autograd_is_on() -> bool:
     return bool(torch._dynamo.config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
 
 
-def right_donations(gm: fx.GraphModule) -> AbstractContextManager[Any]:
+def without_wrong_donations(gm: fx.GraphModule) -> AbstractContextManager[Any]:
     """Compile a graph without donated buffers if inductor would donate wrong ones.
 
     Inductor looks them up by the placeholder numbers of the subgraph that it is in (graph.py of torch 2.13), so the
@@ -322,7 +322,7 @@ def partition_tracing_context(fake_mode: Any, partition: fx.GraphModule) -> Iter
         inner.global_context = outer.global_context
         inner.params_flat = outer.params_flat
         inner.tensor_to_context = outer.tensor_to_context
-    with torch._guards.tracing(inner), right_donations(partition):
+    with torch._guards.tracing(inner), without_wrong_donations(partition):
         yield
 
 

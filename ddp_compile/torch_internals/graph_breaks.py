@@ -1,4 +1,4 @@
-"""Graph breaks: the code that Dynamo left to Python, and the reasons.
+"""Graph breaks: the code that Dynamo left to Python, and the reasons; and which code is the user's.
 
 Note [Calls that Dynamo leaves to Python]
 Dynamo inlines a module's call into the frame that it traces. If it cannot, because of a graph break in the module's own
@@ -12,14 +12,17 @@ at the frame of such a function, because its code is marked as skipped.
 from __future__ import annotations
 
 import itertools
+import linecache
+import os
 import re
+import sysconfig
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 from ddp_compile.torch_internals.autograd import never_compile
-from ddp_compile.torch_internals.user_code import UserLine, is_of_users, user_line
 
 
 class GraphBreak(NamedTuple):
@@ -141,3 +144,45 @@ def _in_one_line(reason: str) -> str:
     reason = re.sub(r" at 0x[0-9a-f]+", "", reason)
     lines = [line.strip().removeprefix("Explanation: ") for line in reason.strip().splitlines()[:2]]
     return ": ".join(line for line in lines if line).rstrip(".")
+
+
+_OURS = os.path.dirname(os.path.dirname(__file__))
+_TORCH = os.path.dirname(torch.__file__)
+_PYTHON = sysconfig.get_path("stdlib")
+#: The folder of installed packages, which is inside Python's own.
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+#: Code without a file: Python's importer, and what fx has generated.
+_NO_FILE = ("<frozen ", "<eval_with_key>")
+
+
+class UserLine(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    code: str  #: its text without indentation; empty if the file cannot be read
+
+
+def user_line_of(node: fx.Node) -> UserLine | None:
+    """The innermost line of the user's code that a node comes from, by the stack that Dynamo recorded."""
+    frames = re.findall(r'^ *File "(.+)", line (\d+), in ', node.stack_trace or "", re.MULTILINE)
+    for file, line in reversed(frames):
+        if is_of_users(file):
+            return user_line(file, int(line))
+    return None
+
+
+def user_line(file: str, line: int) -> UserLine:
+    """A line with its code."""
+    return UserLine(file, line, linecache.getline(file, line).strip())
+
+
+def is_of_users(filename: str) -> bool:
+    """Whether code is neither torch's, nor ours, nor Python's own; that of installed packages is the user's."""
+    if filename.startswith(_NO_FILE) or _is_in(filename, _OURS) or _is_in(filename, _TORCH):
+        return False
+    return any(_is_in(filename, folder) for folder in _INSTALLED) or not _is_in(filename, _PYTHON)
+
+
+def _is_in(filename: str, folder: str) -> bool:
+    return filename.startswith(folder + os.sep)

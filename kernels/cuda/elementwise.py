@@ -25,11 +25,9 @@ _PACKET_CODES = 8
 _MIN_SLICE_CODES = 2 * _PACKET_CODES * BLOCK_THREADS
 
 
-def minmax_u8_compress(
-    values: Tensor, rows: Tensor, skip_chunk: int | None = None, *, device: KernelDevice | None = None
-) -> None:
-    """See `ddp_compile.kernels.minmax_u8_compress`; ``device`` is for tests."""
-    device = kernel_device(values.device) if device is None else device
+def minmax_u8_compress(values: Tensor, rows: Tensor, skip_chunk: int | None = None) -> None:
+    """See `ddp_compile.kernels.minmax_u8_compress`."""
+    device = kernel_device(values.device)
     arguments, num_blocks = _codec_arguments(values, rows, device)
     # Two floats for each block. The memory may be reused when this returns, but only on the same stream.
     partials = torch.empty(2 * num_blocks, dtype=torch.float32, device=values.device)
@@ -40,19 +38,17 @@ def minmax_u8_compress(
         device.launch(f"{kernel}_{FORMAT_OF[values.dtype]}", num_blocks, arguments)
 
 
-def minmax_u8_decompress(
-    rows: Tensor, values: Tensor, accumulate: bool = False, *, device: KernelDevice | None = None
-) -> None:
-    """See `ddp_compile.kernels.minmax_u8_decompress`; ``device`` is for tests."""
-    device = kernel_device(values.device) if device is None else device
+def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False) -> None:
+    """See `ddp_compile.kernels.minmax_u8_decompress`."""
+    device = kernel_device(values.device)
     arguments, num_blocks = _codec_arguments(values, rows, device)
     kernel = "add_codes" if accumulate else "read_codes"
     device.launch(f"{kernel}_{FORMAT_OF[values.dtype]}", num_blocks, arguments)
 
 
-def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, *, device: KernelDevice | None = None) -> None:
-    """See `ddp_compile.kernels.average_into`; ``device`` is for tests."""
-    device = kernel_device(x.device) if device is None else device
+def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
+    """See `ddp_compile.kernels.average_into`."""
+    device = kernel_device(x.device)
     num_packets = -(-x.numel() * x.element_size() // 16)
     num_blocks = min(-(-num_packets // BLOCK_THREADS), BLOCKS_PER_MULTIPROCESSOR * device.num_multiprocessors)
     if num_blocks:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,14 +14,16 @@ from ddp_compile.kernels.cuda.arguments import (
     StatsArguments,
     packs_of,
 )
-from ddp_compile.kernels.cuda.module import KernelDevice, kernel_device
+from ddp_compile.kernels.cuda.module import kernel_device
 from ddp_compile.kernels.cuda.programs import FORMAT_OF, FORMATS, PACK_SIZES, STATS_KERNEL, move_kernel
-from ddp_compile.kernels.cuda.tensor_table import OTHER_CODE, table_of
+from ddp_compile.kernels.native import library
+from ddp_compile.kernels.native.executor import NativeTensorTable
+from ddp_compile.kernels.native.library import OTHER_CODE
 
 _PARTIAL_BYTES = 16
 
 
-class CudaExecutor:
+class CudaExecutor(NativeTensorTable):
     """Moves the tensors of one bucket with CUDA kernels; see `FlattenExecutor`.
 
     Note [Everything is in the arguments]
@@ -32,25 +34,22 @@ class CudaExecutor:
 
     Args:
         offsets: Their places, in elements; packed when None.
-        device: For tests; that of ``flat`` when None.
 
     Raises:
         ValueError: The tensors do not fit into ``flat``.
         KernelUnavailableError: The kernels cannot be used on this device.
     """
 
-    implementation: Literal["cuda"] = "cuda"
+    implementation = "cuda"
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        flat: Tensor,
-        offsets: Sequence[int] | None,
-        device: KernelDevice | None = None,
-    ) -> None:
-        self._device = kernel_device(flat.device) if device is None else device
-        self._table = table_of(tensors, flat, offsets)
-        self._packs = packs_of(self._table.numels, self._table.offsets)
+    def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
+        self._device = kernel_device(flat.device)
+        super().__init__(library.load(), tensors, flat, offsets)
+        # Of the library's vectors, which never move: the tensors' addresses, and a number of ``DTYPE_CODES`` or
+        # ``OTHER_CODE`` for each, as last read.
+        self._addresses: int = self._library.table_addresses(self.handle) or 0
+        self._dtypes = self._library.table_dtypes(self.handle)
+        self._packs = packs_of(self.numels(), self.offsets())
         most_blocks = BLOCKS_PER_MULTIPROCESSOR * self._device.num_multiprocessors
         self._num_blocks = [min(pack.num_chunks, most_blocks) for pack in self._packs]
         self._codes = b""
@@ -63,8 +62,8 @@ class CudaExecutor:
             self._device.prepare(move_kernel(here, FORMAT_OF[there], PACK_SIZES[0]))
 
     def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> list[int]:
-        others = self._table.read(tensors, flat, written)
-        self._codes = self._table.dtype_codes()
+        others = super().read(tensors, flat, written)
+        self._codes = ctypes.string_at(self._dtypes, len(tensors))
         is_uniform = self._codes.count(self._codes[:1]) == len(self._codes)
         found = self._codes[:1] if is_uniform else sorted(set(self._codes))
         self._present = tuple(code for code in found if code != OTHER_CODE)
@@ -84,7 +83,7 @@ class CudaExecutor:
             if not to_flat:
                 source, destination = destination, source
             for pack, num_blocks in zip(self._packs, self._num_blocks, strict=True):
-                pack.point_at(self._table.addresses, codes, code)
+                pack.point_at(self._addresses, codes, code)
                 arguments = pack.structure
                 arguments.flat = flat.data_ptr()
                 arguments.partials = address

@@ -22,6 +22,8 @@ INTERFACE = 4
 
 # Numbers of formats.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# kOther, for tensors that are left to the reference.
+OTHER_CODE = 255
 
 # Numbers of Fit in tensor_table.h.
 FITS, OTHER_LAYOUT, MISMATCH, PYTHON_ERROR, OUT_OF_MEMORY = range(5)

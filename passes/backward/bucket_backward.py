@@ -41,7 +41,7 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
     after::
 
         mm = mm(x_t, tangents)
-        bucket_ready([mm], reducer=0, parameters=[5], held=[])
+        bucket_ready([mm], reducer_id=0, parameters=[5], held=[])
         mm_1 = mm(tangents, w_t)
         return (mm, ...)
 
@@ -121,7 +121,7 @@ def _insert(
                 _insert_move(gm, ctx, entry, nodes, held)
             else:
                 param_indices = [gradient.index for gradient in entry.bucket.gradients]
-                call = gm.graph.call_function(BUCKET_READY, (list(nodes), ctx.reducer, param_indices, held))
+                call = gm.graph.call_function(BUCKET_READY, (list(nodes), ctx.reducer_id, param_indices, held))
                 call.meta["val"] = None
 
 
@@ -130,9 +130,9 @@ def _insert_move(
 ) -> None:
     param_indices = [gradient.index for gradient in entry.bucket.gradients]
     strides = [stride for index in param_indices for stride in ctx.strides[index]]
-    call = gm.graph.call_function(MOVE_BUCKET, (list(nodes), strides, ctx.reducer, param_indices))
+    call = gm.graph.call_function(MOVE_BUCKET, (list(nodes), strides, ctx.reducer_id, param_indices))
     fakes = [node.meta["val"] for node in nodes]
-    call.meta["val"] = torch_internals.call_with_fakes(MOVE_BUCKET, fakes, strides, ctx.reducer, param_indices)
+    call.meta["val"] = torch_internals.call_with_fakes(MOVE_BUCKET, fakes, strides, ctx.reducer_id, param_indices)
     outputs = list(_outputs(gm))
     last = call
     for i, slot in enumerate(entry.slots):

@@ -32,9 +32,9 @@ def await_parameters_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
 
     after::
 
-        await_parameters([weight], reducer=0, param_indices=[0], held=[])
+        await_parameters([weight], reducer_id=0, param_indices=[0], held=[])
         mm = mm(x, weight_t)
-        await_parameters([weight_1], reducer=0, param_indices=[1], held=[mm])
+        await_parameters([weight_1], reducer_id=0, param_indices=[1], held=[mm])
         mm_1 = mm(mm, weight_1_t)
 
     Parameters that are in no bucket here, or are not the graph's own inputs, are waited for when the graph begins.
@@ -47,7 +47,7 @@ def await_parameters_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
         last, following = order[wait.before - 1], order[wait.before : until]
         held = value_to_hold(following, position, last, wait.parameters)
         with gm.graph.inserting_before(order[wait.before]):
-            arguments = (wait.parameters, ctx.reducer, wait.param_indices, held)
+            arguments = (wait.parameters, ctx.reducer_id, wait.param_indices, held)
             gm.graph.call_function(AWAIT_PARAMETERS, arguments).meta["val"] = None
         until = wait.before
     log.info("%s: parameters are waited for in %d places", ctx.graph_name, len(waits))

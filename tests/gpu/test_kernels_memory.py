@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_tensors import DTYPES, NON_FINITE, POISON, on_gpu, rounded_product, same_bits, values_of
+from device_tensors import NON_FINITE, POISON, on_gpu, rounded_product, values_of
+from kernel_values import DTYPES, same_bits
 
 from ddp_compile import kernels
 from ddp_compile.kernels.contract import reference
@@ -27,7 +28,7 @@ def test_places_of_all_alignments_and_nothing_around_them(dtype: torch.dtype, fl
         expected = flat.clone()
         for tensor, offset in zip(tensors, offsets, strict=True):
             expected[offset : offset + len(tensor)] = rounded_product(tensor, 1 / 3, flat_dtype)
-        plan = kernels.FlattenPlan.for_bucket(tensors, flat, offsets, implementation="cuda")
+        plan = kernels.FlattenPlan.for_bucket(tensors, flat, offsets)
         stats = plan.flatten(tensors, 1 / 3, with_stats=True)
         assert same_bits(flat, expected)
         assert stats is not None and stats.non_finite.item() == (not flat.isfinite().all().item())
@@ -43,7 +44,7 @@ def test_any_number_of_tensors(num_tensors: int) -> None:
     numels = [i % 11 for i in range(num_tensors)]
     tensors = list(values_of(sum(numels), torch.float32).split(numels)) if num_tensors else []
     flat = torch.full((sum(numels) + 1,), POISON, device="cuda")
-    kernels.flatten_scale(tensors, flat, 0.5, implementation="cuda", with_stats=True)
+    kernels.flatten_scale(tensors, flat, 0.5, with_stats=True)
     assert same_bits(flat, torch.cat([*(tensor * 0.5 for tensor in tensors), torch.full((1,), POISON, device="cuda")]))
 
 
@@ -52,16 +53,16 @@ def test_any_number_of_tensors(num_tensors: int) -> None:
 def test_codec_writes_the_bits_that_a_cpu_writes(dtype: torch.dtype, numel: int, num_chunks: int) -> None:
     for special in ([1.0], NON_FINITE if numel == 4099 else [-0.0, 3.0e4]):
         values = values_of(numel, dtype, misaligned_by=numel % 2, special=special)
-        rows = kernels.minmax_u8_compress(values, num_chunks, implementation="cuda")
+        rows = kernels.minmax_u8_compress(values, num_chunks)
         on_cpu = kernels.minmax_u8_compress(values.cpu(), num_chunks)
         assert torch.equal(rows.cpu(), on_cpu)
         out = torch.full((numel + 3,), POISON, dtype=dtype, device="cuda")
-        kernels.minmax_u8_decompress(rows, out[2 : 2 + numel], implementation="cuda")
+        kernels.minmax_u8_decompress(rows, out[2 : 2 + numel])
         out_on_cpu = torch.empty(numel, dtype=dtype)
         kernels.minmax_u8_decompress(on_cpu, out_on_cpu)
         assert same_bits(out[2 : 2 + numel].cpu(), out_on_cpu)
         if special is not NON_FINITE:  # NaNs of sums differ in their bits
-            kernels.minmax_u8_decompress(rows, out[2 : 2 + numel], accumulate=True, implementation="cuda")
+            kernels.minmax_u8_decompress(rows, out[2 : 2 + numel], accumulate=True)
             kernels.minmax_u8_decompress(on_cpu, out_on_cpu, accumulate=True)
             assert same_bits(out[2 : 2 + numel].cpu(), out_on_cpu)
         assert out[0] == out[1] == out[-1] == POISON
@@ -69,9 +70,9 @@ def test_codec_writes_the_bits_that_a_cpu_writes(dtype: torch.dtype, numel: int,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("numel", "misaligned_by"), [(0, 0), (1, 0), (1003, 1), (60_001, 0)])
-def test_average_adds_what_others_have_changed(dtype: torch.dtype, numel: int, misaligned_by: int) -> None:
+def test_average_bits(dtype: torch.dtype, numel: int, misaligned_by: int) -> None:
     x, total, copy = (values_of(numel, dtype, seed, misaligned_by) for seed in range(3))
     expected = x.cpu()
     reference.average_into(expected, total.cpu(), copy.cpu(), 3)
-    kernels.average_into(x, total, copy, 3, implementation="cuda")
+    kernels.average_into(x, total, copy, 3)
     assert same_bits(x.cpu(), expected)

@@ -76,7 +76,7 @@ def parts_of(module: nn.Module, config: DiLoCo, size: int) -> list[Part]:
 
 def rounded(values: Tensor) -> Tensor:
     result = torch.empty_like(values)
-    minmax_u8_decompress(minmax_u8_compress(values, implementation="reference"), result, implementation="reference")
+    minmax_u8_decompress(minmax_u8_compress(values), result)
     return result
 
 

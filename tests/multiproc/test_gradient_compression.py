@@ -76,7 +76,7 @@ def train(
 def coded(values: Tensor, num_chunks: int = 1) -> Tensor:
     out = torch.empty(values.shape, dtype=torch.float32)
     if values.numel():
-        minmax_u8_decompress(minmax_u8_compress(values, num_chunks, implementation="reference"), out)
+        minmax_u8_decompress(minmax_u8_compress(values, num_chunks), out)
     return out
 
 

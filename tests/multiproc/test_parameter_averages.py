@@ -118,8 +118,8 @@ def coded(x: Tensor, own: Tensor, neighbors: list[Tensor]) -> Tensor:
         z = (of_own * (-5 / 3)).add(of_x)
         for each in others:
             z = z.add(each, alpha=2 / 3 / len(neighbors))
-        rows = minmax_u8_compress(z, -(-z.numel() // ring.CHUNK_NUMEL), implementation="reference")
-        minmax_u8_decompress(rows, result, implementation="reference")
+        rows = minmax_u8_compress(z, -(-z.numel() // ring.CHUNK_NUMEL))
+        minmax_u8_decompress(rows, result)
     return values
 
 

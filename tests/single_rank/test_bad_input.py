@@ -166,19 +166,6 @@ def test_what_is_not_sent_may_be_on_any_device(settings: dict[str, Any], is_sent
         check_devices(BufferElsewhere(), config, group)
 
 
-class CatchAll(nn.Linear):
-    def __getattr__(self, name: str) -> Any:
-        """Answers to every name, as some wrappers do once they are built."""
-        return super().__getattr__(name) if not name.startswith(("any", "no_", "un", "ex")) else lambda: name
-
-
-def test_a_catch_all_getattr_hides_nothing_of_ours() -> None:
-    model = ddp_compile(CatchAll(3, 3), backend="eager")
-    with model.no_sync():
-        model(torch.randn(2, 3)).sum().backward()
-    assert model.anything() == "anything"
-
-
 def of_group_and_mesh() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1,))
     return {"process_group": mesh.get_group(), "device_mesh": mesh}

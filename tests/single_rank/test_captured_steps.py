@@ -71,13 +71,6 @@ def test_a_captured_backward_is_refused_before_anything_is_sent(
     assert sent == []
 
 
-def test_a_captured_backward_without_a_forward_is_refused(capture: SimpleNamespace) -> None:
-    model = small_model()
-    capture.is_on = True
-    with pytest.raises(ReplicationError, match=r"^rank 0: a backward of a replicated module"):
-        sum(parameter.square().sum() for parameter in model.parameters()).backward()
-
-
 @pytest.mark.parametrize(
     ("algorithm", "shards", "said"),
     [

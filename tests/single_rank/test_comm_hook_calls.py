@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -163,14 +162,6 @@ def test_hooks_of_another_signature_are_refused(hook: Any, error: type[Exception
     with pytest.raises(error, match=re.escape(said)):
         model.register_comm_hook(None, hook)
     model.register_comm_hook(None, allreduce_hook)  # a refused hook is not registered
-
-
-def any_names(my_state: Any, gradients: Any, bits: int = 8) -> torch.futures.Future: ...
-
-
-@pytest.mark.parametrize("hook", [any_names, functools.partial(any_names, bits=4), lambda *both: None, print])
-def test_hooks_that_take_a_state_and_a_bucket_are_accepted(hook: Any) -> None:
-    replicated().register_comm_hook(None, hook)
 
 
 def test_a_hook_is_refused_in_the_middle_of_a_backward() -> None:

@@ -117,29 +117,6 @@ def test_the_modules_own_names_go_before_those_of_ddp() -> None:
     assert "bucket_bytes_cap" not in vars(model) and not hasattr(copy.deepcopy(model), "bucket_bytes_cap")
 
 
-class LooksInside(nn.Module):
-    """Finds what it does not have itself in the layer that it wraps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.inner.static_graph = "the layer's"  # type: ignore[assignment]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-def test_what_the_module_finds_by_itself_goes_before() -> None:
-    model = ddp_compile(LooksInside(), backend="eager")
-    assert model.static_graph == "the layer's" and not model.find_unused_parameters
-
-
 def test_a_backward_is_finalized_by_hand_only_where_that_was_asked_for() -> None:
     model = replicated()
     assert not model.require_manual_backward_finalization and not model.should_finalize_after_backward

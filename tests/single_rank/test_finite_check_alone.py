@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from small_net import backward, replicated
-from torch import Tensor, nn
 
-from ddp_compile import NonFiniteGradientError, ReplicationError, ddp_compile
+from ddp_compile import NonFiniteGradientError, ReplicationError
 from ddp_compile.algorithms import Decentralized
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
@@ -33,23 +32,3 @@ def test_an_algorithm_that_reduces_no_gradients_does_not_follow() -> None:
     model: Any = replicated(check_finite_gradients=True)
     with pytest.raises(ReplicationError, match=r"rank 0: check_finite_gradients=True .* the decentralized"):
         model.set_comm_algorithm(Decentralized())
-
-
-class OneOfTwo(nn.Module):
-    """Parameters of low precision, some of which get no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = (nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
-def test_parameters_without_a_gradient_are_passed_over() -> None:
-    model = ddp_compile(OneOfTwo(), check_finite_gradients=True, find_unused_parameters=True, backend="eager")
-    x = torch.ones(2, 3, dtype=torch.bfloat16)
-    model(x).sum().backward()
-    model.zero_grad()
-    with pytest.raises(NonFiniteGradientError, match=r"in bucket 0 \(used.weight\)\."):
-        model(x * float("inf")).sum().backward()

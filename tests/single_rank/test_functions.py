@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from small_net import Net, backward, replicated
-from torch import Tensor, nn
+from torch import nn
 
 import ddp_compile
 from ddp_compile import explain, is_replicated, no_sync, unwrap
@@ -49,20 +49,6 @@ class OwnMethods(Net):
         return "a property"
 
 
-class OwnSubmodule(Net):
-    """Has `unwrap` as a submodule, and `explain` as an attribute, or neither."""
-
-    def __init__(self, has_them: bool) -> None:
-        super().__init__()
-        if has_them:
-            self.unwrap = nn.Linear(3, 3)
-            self.explain = "an attribute"
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return self.unwrap(y) if "unwrap" in self._modules else y
-
-
 def test_a_module_keeps_its_own_names_and_the_functions_go_past_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ddp_compile"):
         model = ddp_compile.ddp_compile(OwnMethods(), backend="eager", fullgraph=True)
@@ -79,21 +65,6 @@ def test_a_module_keeps_its_own_names_and_the_functions_go_past_them(caplog: pyt
     backward(model)
     assert "graph 0" in str(explain(model))
     assert model.unwrap() is model and model.explain() == "its author's"
-
-
-def test_names_of_one_module_are_not_those_of_its_class() -> None:
-    with_them = ddp_compile.ddp_compile(OwnSubmodule(True), backend="eager", fullgraph=True)
-    without = ddp_compile.ddp_compile(OwnSubmodule(False), backend="eager", fullgraph=True)
-    assert isinstance(with_them.unwrap, nn.Linear) and with_them.explain == "an attribute"
-    for model in (with_them, without):
-        backward(model)
-        assert "graph 0" in str(explain(model))
-    assert without.explain() == explain(without)
-    assert type(unwrap(with_them)) is OwnSubmodule and isinstance(with_them.unwrap, nn.Linear)
-    assert type(without.unwrap()) is OwnSubmodule
-    with_them = ddp_compile.ddp_compile(with_them, backend="eager")
-    del with_them.unwrap
-    assert with_them.unwrap() is with_them and not is_replicated(with_them)
 
 
 class OwnRepr(nn.Linear):

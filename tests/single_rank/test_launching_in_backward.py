@@ -6,7 +6,6 @@ import copy
 import functools
 import json
 import logging
-import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,78 +62,12 @@ def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
     "backend",
     [
         "aot_eager",
-        "aot_eager_default_partitioner",
         pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.long]),
         pytest.param(inductor.compile_fx, marks=[pytest.mark.inductor, pytest.mark.long]),
-        aot_autograd(fw_compiler=boxed_nop),
     ],
 )
-def test_backends_on_aot_autograd_launch_inside_the_backward(backend: Any) -> None:
+def test_backends_that_launch_inside_the_backward(backend: Any) -> None:
     assert num_launched_early(replicated(backend=backend), MANY_ROWS) == 5
-
-
-class PlainCompiler:
-    """A backward compiler that takes graphs of ATen operators and of nothing else."""
-
-    def __init__(self, is_boxed: bool) -> None:
-        self.is_boxed = is_boxed
-        self.num_nodes: list[int] = []
-
-    def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
-        unknown = {str(node.target) for node in calls if node.target.namespace != "aten"}
-        if unknown:
-            raise NotImplementedError(f"unknown operators {sorted(unknown)}")
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        assert [node.meta["val"].shape for node in placeholders] == [value.shape for value in inputs]
-        self.num_nodes.append(len(calls))
-        return boxed_nop(gm, inputs) if self.is_boxed else gm.forward
-
-
-class Normed(ResidualLayers):
-    """The gradients of a LayerNorm's parameters, and of its input, are results of one node."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(6))
-        self.last = nn.Parameter(torch.zeros(8, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = torch.tanh(norm(layer(x))) + x
-        return x + self.last
-
-
-@pytest.mark.parametrize(("make", "is_boxed"), [(ResidualLayers, True), (ResidualLayers, False), (Normed, True)])
-def test_a_compiler_of_plain_graphs_gets_the_backward_in_pieces(
-    make: Callable[[], nn.Module], is_boxed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiler = PlainCompiler(is_boxed)
-    backend = aot_autograd(fw_compiler=boxed_nop, bw_compiler=compiler)
-    with caplog.at_level(logging.WARNING, logger="ddp_compile.compile.backward_pieces"):
-        model: Any = replicated(make=make, backend=backend, bucket_cap_mb=1e-4 if make is Normed else ONE_LAYER_MIB)
-        num_early = num_launched_early(model)
-    assert (num_early, len(compiler.num_nodes)) == (5, 6) if make is ResidualLayers else len(compiler.num_nodes) > 12
-    assert min(compiler.num_nodes) > 0
-    assert caplog.messages == [
-        "graph 0 backward: did not compile with the operators for buckets in it, so it is compiled in pieces between"
-        " them: unknown operators ['ddp_compile.bucket_ready.default']"
-    ]
-    expected = copy.deepcopy(model)
-    for each in (model, expected):
-        step(each)
-    rtol, atol = (0, 0) if make is ResidualLayers else (1.3e-6, 1e-5)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=rtol, atol=atol)
-
-
-def test_a_compiler_that_fails_at_a_piece_as_well_raises_its_error() -> None:
-    def compile_nothing(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        raise NotImplementedError("a compiler to come")
-
-    model = replicated(backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=compile_nothing))
-    with pytest.raises(NotImplementedError, match="a compiler to come"):
-        step(model)
 
 
 def products() -> nn.Module:
@@ -162,10 +95,11 @@ def by_hand(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     return gm.forward
 
 
-@pytest.mark.parametrize(("backend", "name"), [("eager", "eager"), (by_hand, "by_hand")])
-def test_without_aot_autograd_graphs_are_cut_in_the_forward_and_a_warning_says_so(
-    backend: Any, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("eager", "eager"), (by_hand, "by_hand"), (aot_autograd(fw_compiler=boxed_nop), "compiler_fn")],
+)
+def test_other_backends_are_cut_in_the_forward(backend: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ddp_compile.compile.backend"):
         model = replicated(backend=backend)
     (record,) = caplog.records

@@ -8,7 +8,7 @@ import inspect
 import io
 import pickle
 import weakref
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -113,13 +113,6 @@ def test_a_training_graph_made_under_no_grad_is_not_split() -> None:
     assert model._ddp_compile_state.backend.reports == []
 
 
-def test_gradients_are_reduced_when_the_model_is_fine_tuned_in_evaluation_mode() -> None:
-    model = replicated().eval()
-    for _ in range(2):
-        backward(model)
-    assert model.bucket_plan is model._ddp_compile_state.builder.sealed
-
-
 def test_a_whole_training_step_may_be_compiled() -> None:
     model = replicated(backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -164,17 +157,6 @@ def test_fullgraph_holds_with_buffers_to_broadcast() -> None:
     backward(replicated(fullgraph=True, broadcast_buffers=True))
 
 
-def test_compile_settings_reach_the_inner_backend() -> None:
-    seen: list[dict[str, Any]] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor], **settings: Any) -> Any:
-        seen.append(settings)
-        return gm.forward
-
-    backward(replicated(backend=backend, options={"level": 3}))
-    assert seen == [{"options": {"level": 3}}]
-
-
 @pytest.mark.parametrize("unwraps", [False, True])
 def test_a_model_that_is_let_go_or_unwrapped_frees_its_reducer(unwraps: bool) -> None:
     model = replicated(bucket_cap_mb=1e-5)
@@ -202,35 +184,6 @@ def test_a_model_that_is_let_go_leaves_nothing_of_its_graphs(split: str) -> None
         left_after.append(_num_fake_tensors())
     # torch keeps what belongs to the latest one, more or less; each one that is kept would be 50 and more.
     assert left_after[4] - left_after[0] < 50
-
-
-class WithCall(Net):
-    def __call__(self, x: Tensor) -> Tensor:
-        return 2 * super().__call__(x)
-
-
-def test_a_call_of_the_users_own_is_kept() -> None:
-    torch.manual_seed(0)
-    plain = WithCall().eval()
-    model = ddp_compile(copy.deepcopy(plain), backend="eager")
-    x = torch.randn(4, 6)
-    assert torch.equal(model(x), plain(x))
-
-
-class CallsItsArgumentModule(nn.Linear):
-    def forward(self, x: Tensor, module: int = 1, self_: int = 1) -> Tensor:
-        return super().forward(x) * module
-
-
-def test_forward_may_take_an_argument_called_module() -> None:
-    model = ddp_compile(CallsItsArgumentModule(6, 3), backend="eager")
-    model(torch.randn(4, 6), module=2).sum().backward()
-
-
-def test_slices_and_siblings_are_plain() -> None:
-    model = ddp_compile(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), backend="eager")
-    assert type(model[:2]) is nn.Sequential
-    assert type(type(model)(nn.Linear(2, 2))) is nn.Sequential
 
 
 class Registered(Net):

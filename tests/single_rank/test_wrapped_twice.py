@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import re
 import weakref
@@ -84,11 +83,6 @@ def test_parameters_are_free_again_when_their_module_is(end: Callable[[list[Any]
         gc.enable()
 
 
-def test_a_copy_of_a_replicated_module_may_be_replicated() -> None:
-    model = replicated()
-    backward(replicated(copy.deepcopy(model)))
-
-
 def test_a_module_that_could_not_be_replicated_holds_nothing() -> None:
     head = nn.Linear(4, 4)
     kept = replicated(Task(head))
@@ -142,25 +136,6 @@ def test_a_wrapper_around_a_replicated_module_is_refused_at_the_first_forward(wr
         model(torch.randn(2, 4))
 
 
-class DeepSpeedEngine(nn.Module):
-    """Stands in for DeepSpeed's, which needs a build of its own: a module that calls the one inside it."""
-
-    __module__ = "deepspeed.runtime.engine"
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.module(x)
-        return output
-
-
-def test_a_deepspeed_engine_around_a_replicated_module_is_refused() -> None:
-    with pytest.raises(ReplicationError, match=r"rank 0: .*called by a DeepSpeedEngine, which also takes 4 of its 4"):
-        backward(DeepSpeedEngine(replicated()))
-
-
 @pytest.fixture
 def python_reducer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Under it DistributedDataParallel does not say that its forward is under way."""
@@ -178,14 +153,6 @@ def test_a_wrapper_with_dynamos_python_reducer_is_refused_as_well(compiled: bool
     assert model._use_python_reducer and torch_internals.active_ddp() is None
     with pytest.raises(ReplicationError, match="called by a DistributedDataParallel"):
         backward(torch.compile(model, backend="eager") if compiled else model)
-
-
-def test_ddp_that_comes_late_is_refused_at_its_first_forward() -> None:
-    model = replicated()
-    for _ in range(5):
-        backward(model)
-    with pytest.raises(ReplicationError, match="DistributedDataParallel"):
-        backward(DistributedDataParallel(model))
 
 
 class Distilled(nn.Module):
@@ -215,11 +182,6 @@ def test_ddp_may_hold_a_replicated_module_that_it_ignores() -> None:
     names = [name for name, _ in parent.named_parameters() if name.startswith("1.")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(parent, names)
     backward(DistributedDataParallel(parent))
-
-
-def test_what_is_inside_of_a_wrapper_may_be_trained_without_it() -> None:
-    wrapped = DistributedDataParallel(replicated())
-    backward(wrapped.module)
 
 
 def test_a_copy_for_each_device_of_dataparallel_is_refused() -> None:

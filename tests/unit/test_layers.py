@@ -307,7 +307,7 @@ bucket.iteration = x
     assert len(writes_of_bucket_iterations(ast.parse(source))) == 3
 
 
-# Names that are looked for before they are used, and the first torch that has them: docs/torch_facts.md.
+# Names that are looked for before they are used, and the first torch that has them: docs/compatibility.md.
 SINCE = {"torch._inductor.custom_graph_pass.get_custom_graph_passes": "2.13"}
 # And the first torch that no longer has them.
 UNTIL = {"torch.fx._symbolic_trace._is_fx_tracing_flag": "2.14"}

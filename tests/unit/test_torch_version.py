@@ -51,16 +51,6 @@ def test_a_newer_torch_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert f"install torch {NEWEST_TESTED} or a newer ddp_compile" in said.getMessage()
 
 
-@pytest.mark.usefixtures("as_in_a_new_process")
-@pytest.mark.parametrize(("version", "rank"), [("2.11.0", 0), (f"{NEWEST_TESTED}.9", 0), ("2.99.0", 1)])
-def test_nothing_is_said_of_a_torch_that_was_tested_or_on_other_ranks_than_0(
-    version: str, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    warn_of_newer_torch(rank)
-    assert caplog.records == []
-
-
 def test_the_newest_that_was_tested_is_the_newest_of_the_page() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text()
     versions = re.findall(r"^\| (\d+)\.(\d+)\.\d+", page, re.MULTILINE)

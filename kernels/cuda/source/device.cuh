@@ -1,5 +1,5 @@
 // Device-specific code: number formats, vector loads and stores, declarations of kernels. It includes no header, so
-// that NVRTC, which has none, and nvcc compile the same text. tests/unit/emulated_device.cuh replaces it on a CPU.
+// that NVRTC, which has none, and nvcc compile the same text. tests/kernels/emulated_device.cuh replaces it on a CPU.
 #pragma once
 
 namespace ddp_compile {

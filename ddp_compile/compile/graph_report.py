@@ -1,0 +1,76 @@
+"""What was done with each graph, for ``explain()`` and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import fx
+
+from ddp_compile import torch_internals
+from ddp_compile.passes.forward.partition_graph import partition_names
+from ddp_compile.passes.pipeline import Declined
+from ddp_compile.plan.spec import BucketSpec
+from ddp_compile.torch_internals import UserLine
+
+
+class GraphPart(NamedTuple):
+    """A part of a graph that is compiled by itself."""
+
+    reads: tuple[int, ...]  #: indices of the reduced parameters that it reads
+    first_node: str | None = None  #: name of the node before which the graph is cut; None for the first part
+
+
+class GraphReport(NamedTuple):
+    """What was done with one graph."""
+
+    graph: int  #: ordinal among the graphs that Dynamo made of the module, recompiled ones included
+    buckets: tuple[BucketSpec, ...]  #: with gradients from the graph, numbered as when it was compiled
+    parts: tuple[GraphPart, ...]  #: graphs that were compiled; one if nothing was cut
+    #: The cuts that were not made as planned; with ``launches_in_backward``, the buckets that are not launched inside
+    #: the backward. Empty for compiled code from a cache.
+    declined: tuple[Declined, ...] = ()
+    launches_in_backward: bool = False
+    not_cut: tuple[Declined, ...] = ()  #: of a graph left whole since it could not be cut for every bucket
+    lines: Mapping[str, UserLine] = MappingProxyType({})  #: of the user, by name of the nodes that are named here
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def num_partitions(self) -> int:
+        return len(self.parts)
+
+    def with_lines_of(self, gm: fx.GraphModule) -> GraphReport:
+        """The report with the user's lines, given the graph that it is about."""
+        names = [declined.node for declined in (*self.declined, *self.not_cut)]
+        named = {*names, *(part.first_node for part in self.parts)}
+        graphs = [gm, *(getattr(gm, name) for name in partition_names(gm))]
+        nodes = [node for part in graphs for node in part.graph.nodes if node.name in named]
+        found = {node.name: torch_internals.user_line_of(node) for node in nodes}
+        return self._replace(lines={name: line for name, line in found.items() if line is not None})
+
+
+def parts_of(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> tuple[GraphPart, ...]:
+    """The partitions of a graph, or all of it, given the reduced parameter that each node of this name stands for."""
+
+    def reads(part: fx.GraphModule) -> tuple[int, ...]:
+        return tuple(parameter_of[node.name] for node in part.graph.nodes if node.name in parameter_of)
+
+    partitions = [getattr(gm, name) for name in partition_names(gm)]
+    first_nodes = [next(node.name for node in part.graph.nodes if node.op.startswith("call")) for part in partitions]
+    parts = (GraphPart(reads(part), name) for part, name in zip(partitions, [None, *first_nodes[1:]], strict=True))
+    return tuple(parts) if partitions else (GraphPart(reads(gm)),)
+
+
+def graphs_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:
+    """The graphs with several buckets that could not be cut anywhere."""
+    return [
+        report
+        for report in reports
+        if report.num_buckets > 1
+        and report.num_partitions == 1
+        and not (report.launches_in_backward and len(report.declined) < report.num_buckets)
+    ]

@@ -1,0 +1,133 @@
+"""Values that share memory, across cuts and among outputs: nothing may differ from eager code.
+
+If plain torch.compile differs from eager code, in one graph and with the same backend, we may differ too. It does in
+these cases: a view made under ``no_grad`` gets a history when it is returned; hooks and custom backwards of views are
+lost if the view and its base are both returned; and in ``y = h.t(); return y, y.detach()`` the second output is wrong.
+Whether a single output is a view (``_base``) may differ, since that shows nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from alias_models import OTHERS, SOURCES, VIEWS, Recipe, SharedMemory, all_views, random_recipe, scalar_of
+from in_ci import only
+from split_models import WIDTH
+from torch import Tensor, nn
+
+from ddp_compile import ddp_compile
+
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
+
+class Observed(NamedTuple):
+    """All that a caller can see of a step: tensors and facts, by name."""
+
+    tensors: dict[str, Tensor | None]
+    facts: dict[str, Any]
+
+
+def base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def observe(module: nn.Module, call: Callable[..., Any], input_requires_grad: bool) -> Observed:
+    """One forward and backward of ``module``, called as ``call``."""
+    torch.manual_seed(1)
+    x = torch.randn(WIDTH, WIDTH).requires_grad_(input_requires_grad)
+    outputs = call(x)
+    inputs = {"input": x, **dict(module.named_parameters()), **dict(module.named_buffers())}
+    named = {**inputs, **{f"output {i}": output for i, output in enumerate(outputs)}}
+    facts: dict[str, Any] = {}
+    for i, output in enumerate(outputs):
+        facts[f"history of output {i}"] = output.grad_fn is not None
+        facts[f"output {i} requires grad"] = output.requires_grad
+        facts[f"layout of output {i}"] = (output.shape, output.stride(), output.storage_offset(), output.dtype)
+        for name, other in named.items():
+            shares = output.untyped_storage()._cdata == other.untyped_storage()._cdata
+            facts[f"output {i} and {name}"] = (shares, output is other)
+            # What is written into one of them changes the gradient of the other, which autograd has to know.
+            has_gradients = output.requires_grad or other.requires_grad
+            facts[f"output {i} and {name} have one base"] = shares and has_gradients and base(output) is base(other)
+    tensors = {name: tensor.detach().clone() for name, tensor in named.items() if name.startswith("output")}
+    torch.stack([scalar_of(output) for output in outputs if output.requires_grad]).sum().backward()
+    return Observed({**tensors, **{f"gradient of {name}": tensor.grad for name, tensor in inputs.items()}}, facts)
+
+
+def differences(ours: Observed, theirs: Observed, tolerance: float) -> set[str]:
+    wrong = {name for name, fact in theirs.facts.items() if ours.facts[name] != fact}
+    for name, theirs_ in theirs.tensors.items():
+        ours_ = ours.tensors[name]
+        if ours_ is None or theirs_ is None:
+            # AOTAutograd returns zeros for inputs that only nodes without a history use.
+            wrong |= {name for tensor in (ours_, theirs_) if tensor is not None and tensor.any()}
+        elif ours_.shape != theirs_.shape or not torch.allclose(ours_, theirs_, rtol=tolerance, atol=tolerance):
+            wrong.add(name)
+    return wrong
+
+
+def assert_as_right_as_torch_compile(recipe: Recipe, split: str, backend: str, least_partitions: int = 1) -> None:
+    torch.manual_seed(0)
+    module = SharedMemory(recipe)
+    tolerance = 1e-6 if backend == "aot_eager" else 1e-4
+    eager = copy.deepcopy(module)
+    expected = observe(eager, eager, recipe.input_requires_grad)
+    ours = ddp_compile(copy.deepcopy(module), split=split, bucket_cap_mb=1e-5, backend=backend)
+    torch._dynamo.reset()
+    seen = observe(ours, ours, recipe.input_requires_grad)
+    state = ours._ddp_compile_state
+    assert state.compiler.failures == []
+    assert sum(report.num_partitions for report in state.backend.reports) >= least_partitions, ours.explain()
+    if wrong := differences(seen, expected, tolerance):
+        torch._dynamo.reset()
+        whole = torch.compile(module, backend=backend)
+        theirs = observe(module, whole, recipe.input_requires_grad)
+        wrong -= differences(theirs, expected, tolerance)
+    assert wrong == set()
+
+
+GRADS = ["make", "make_no_grad"]
+# Each view once with gradients and once without, spread over what it may be a view of: all pairs take minutes. In CI
+# those of a layer's output.
+SOURCES_IN_CI = {"layer"}
+SHARES = [
+    pytest.param(source, kind, i, marks=[] if kind == GRADS[i % 2] and source in SOURCES_IN_CI else [pytest.mark.long])
+    for kind in GRADS
+    for i, source in enumerate(SOURCES)
+]
+
+
+@pytest.mark.parametrize(("source", "kind", "first"), SHARES)
+def test_views_across_cuts(source: str, kind: str, first: int) -> None:
+    operations = dict.fromkeys(["detach", *list(VIEWS)[first :: len(SOURCES)]])
+    recipe = all_views(source, kind, list(operations), returned=True)
+    assert_as_right_as_torch_compile(recipe, "forward", "aot_eager", least_partitions=3)
+
+
+@pytest.mark.parametrize("seed", only([2], range(6)))
+def test_random_aliases(seed: int) -> None:
+    assert_as_right_as_torch_compile(random_recipe(seed), "forward", "aot_eager")
+
+
+def test_as_strided_under_no_grad() -> None:
+    recipe = all_views("input", "make_no_grad", ["as_strided"], returned=False)
+    assert_as_right_as_torch_compile(recipe, "forward", "aot_eager")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize("kind", GRADS)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("operation", [*VIEWS, *OTHERS])
+def test_each_operation_alone(operation: str, source: str, kind: str, returned: bool, split: str) -> None:
+    assert_as_right_as_torch_compile(all_views(source, kind, [operation], returned), split, "aot_eager")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6, 400))
+def test_more_random_models(seed: int, split: str) -> None:
+    assert_as_right_as_torch_compile(random_recipe(seed), split, "aot_eager")

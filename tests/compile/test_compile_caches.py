@@ -1,0 +1,93 @@
+"""Compiled backwards that hand over buckets, through torch's caches: nothing is lost or mixed up."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._inductor.config as inductor_config
+from cached_training import print_training
+from process_copies import run_in_copy
+from torch import fx
+from torch._inductor import custom_graph_pass
+
+from ddp_compile.torch_internals import backward_compile
+
+
+def train_in_a_process(directory: Path, wanted: list[int | None]) -> list[dict[str, Any]]:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache")}
+    store = directory / f"store_{len(list(directory.iterdir()))}"
+    ended = run_in_copy(print_training, str(store), wanted, environment=environment, timeout_s=240)
+    assert ended.exit_code == 0, ended.stderr
+    answer: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_warm_caches(tmp_path: Path) -> None:
+    # Plain torch.compile first, two models with one plan, and the same model with another plan.
+    cold = train_in_a_process(tmp_path, [None, 1, 1, 2])
+    assert [entry["num_early"] for entry in cold] == [0, 3, 3, 1]
+    assert [entry["hits"] for entry in cold] == [[0, 0]] * 4
+    # In another order, so that plain torch.compile could be given one of our backwards.
+    warm = train_in_a_process(tmp_path, [1, 1, 2, None])
+    assert [entry["num_early"] for entry in warm] == [3, 3, 1, 0]
+    assert [entry["hits"] for entry in warm] == [[1, 2]] * 4
+    assert [entry["misses"] for entry in warm] == [[0, 0]] * 4
+    assert all(entry["right"] for entry in cold + warm)
+
+
+class CountsCalls(custom_graph_pass.CustomGraphPass):
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self.num_calls = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.num_calls += 1
+
+    def uuid(self) -> str | None:
+        return self.name
+
+
+takes_several_passes = pytest.mark.skipif(
+    not hasattr(custom_graph_pass, "get_custom_graph_passes"), reason="inductor takes several passes since torch 2.13"
+)
+
+
+def passes_of(theirs: Any, key: str) -> list[Any]:
+    ours = backward_compile._with_cache_key(theirs, key)
+    with inductor_config.patch(post_grad_custom_post_pass=ours):
+        return list(custom_graph_pass.get_custom_graph_passes(inductor_config.post_grad_custom_post_pass))
+
+
+@takes_several_passes
+def test_user_pass_beside_cache_key() -> None:
+    theirs = CountsCalls("theirs")
+    for present in (theirs, [theirs]):
+        passes = passes_of(present, "ours")
+        for each in passes:
+            each(fx.Graph())
+        assert [each.uuid() for each in passes] == ["theirs", "ours"]
+    assert theirs.num_calls == 2
+
+
+@takes_several_passes
+def test_cache_key_alone() -> None:
+    (only,) = passes_of(None, "ours")
+    only(fx.Graph())
+    assert only.uuid() == "ours"
+
+
+def test_cache_key_on_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(custom_graph_pass, "get_custom_graph_passes", raising=False)
+    theirs = CountsCalls("theirs")
+    both = backward_compile._with_cache_key(theirs, "ours")
+    both(fx.Graph())
+    assert (theirs.num_calls, both.uuid()) == (1, ("ours", "theirs"))
+    # A pass without a key turns the caches off, as in plain torch.compile.
+    assert backward_compile._with_cache_key(CountsCalls(None), "ours").uuid() is None
+    assert backward_compile._with_cache_key(lambda graph: None, "ours").uuid() is None

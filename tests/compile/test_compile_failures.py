@@ -1,0 +1,293 @@
+"""Graphs that cannot be compiled run eagerly, with right gradients and a warning; with ``fullgraph`` they are errors.
+
+One rank is enough here. A failure on one of several ranks is in tests/multiproc/test_exceptions.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis
+from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
+from torch.distributed.nn.functional import all_reduce
+from torch.utils.checkpoint import checkpoint
+
+from ddp_compile import CompilationError, ddp_compile, torch_internals
+from ddp_compile.comm_hooks import allreduce_hook
+
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
+
+Warnings = Callable[[], list[str]]
+
+
+@pytest.fixture(autouse=True)
+def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> Warnings:
+    caplog.set_level(logging.WARNING, logger="ddp_compile")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("ddp_compile")]
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def linear_model() -> nn.Module:
+    """Inductor needs no C++ compiler for its forward, which saves seconds."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+def replicated(make: Callable[[], nn.Module] = small_model, **settings: Any) -> Any:
+    """Three partitions of one layer each, unless the graph is not split."""
+    return ddp_compile(make(), **{"bucket_cap_mb": 1e-4, **settings})
+
+
+def assert_trains_as_the_plain_module(
+    model: nn.Module, num_steps: int = 3, make: Callable[[], nn.Module] = small_model
+) -> None:
+    reference = make()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        x = torch.randn(4, 8)
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+            torch.testing.assert_close(p, q)
+
+
+class Raises:
+    """A backend that raises for the graphs with these numbers and runs the others as they are."""
+
+    def __init__(self, error: BaseException, numbers: tuple[int, ...]) -> None:
+        self.error = error
+        self.numbers = numbers
+        self.num_calls = 0
+
+    def __call__(self, gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.num_calls += 1
+        if self.num_calls - 1 in self.numbers:
+            raise self.error
+        return gm.forward
+
+
+def test_failed_partition_runs_eagerly(warnings_of_ours: Warnings) -> None:
+    backend = Raises(ValueError("no kernel for this\nand much more"), numbers=(1,))
+    model = replicated(backend=backend)
+    assert_trains_as_the_plain_module(model)
+    assert backend.num_calls == 3
+    (warning,) = warnings_of_ours()
+    assert warning.startswith(
+        "rank 0: partition_1 of graph 0 (2.weight, 2.bias) did not compile and runs eagerly:"
+        " ValueError: no kernel for this. Gradients stay correct, only slower."
+    )
+    assert all(way_out in warning for way_out in ('TORCH_LOGS="+ddp_compile"', "fullgraph=True", 'backend="aot_eager"'))
+    assert str(model.explain()).endswith(
+        "partition_1 of graph 0 (2.weight, 2.bias) runs eagerly: ValueError: no kernel for this"
+    )
+
+
+def test_failed_whole_graph_runs_eagerly(warnings_of_ours: Warnings) -> None:
+    """Those of evaluation, with gradients and without, and of training."""
+    for under_no_grad in (True, False):
+        model = replicated(backend=Raises(ValueError("no"), numbers=(0,))).eval()
+        x = torch.randn(4, 8)
+        with torch.set_grad_enabled(not under_no_grad):
+            assert torch.equal(model(x), small_model()(x))
+    assert_trains_as_the_plain_module(replicated(backend=Raises(ValueError("no"), numbers=(0,)), split="none"))
+    *of_evaluation, of_training = warnings_of_ours()
+    assert len(of_evaluation) == 2
+    for warning in of_evaluation:
+        assert "evaluation graph 0 did not compile and runs eagerly: ValueError: no" in warning
+    assert "graph 0 (0.weight, 0.bias, ..., 4.bias) did not compile and runs eagerly: ValueError: no" in of_training
+
+
+def test_fullgraph_raises_compiler_error(warnings_of_ours: Warnings) -> None:
+    model = replicated(backend=Raises(ValueError("no kernel for this"), numbers=(1,)), fullgraph=True)
+    with pytest.raises(BackendCompilerFailed, match="no kernel for this"):
+        model(torch.randn(4, 8))
+    assert warnings_of_ours() == []
+    assert_trains_as_the_plain_module(model)  # the backend raises only once
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (MemoryError(), BackendCompilerFailed),
+        (OUT_OF_MEMORY, BackendCompilerFailed),
+        (InductorError(OUT_OF_MEMORY, None), InductorError),
+    ],
+)
+def test_interrupts_and_memory_errors_are_raised(
+    error: BaseException, raised: type[BaseException], warnings_of_ours: Warnings
+) -> None:
+    model = replicated(backend=Raises(error, numbers=(1,)))
+    with pytest.raises(raised):
+        model(torch.randn(4, 8))
+    assert_trains_as_the_plain_module(model)
+    assert warnings_of_ours() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "num_calls"), [(TensorifyScalarRestartAnalysis(), 2 + 3), (SkipFrame("bfloat16 is not supported"), 2)]
+)
+def test_requests_to_dynamo_pass_through(error: Exception, num_calls: int, warnings_of_ours: Warnings) -> None:
+    backend = Raises(error, numbers=(1,))
+    model = replicated(backend=backend)
+    assert_trains_as_the_plain_module(model)
+    assert backend.num_calls == num_calls and model._ddp_compile_state.compiler.failures == []
+    assert warnings_of_ours() == [] or isinstance(error, SkipFrame)  # of which the model is told
+
+
+def rewrite_and_raise(graph: fx.Graph) -> None:
+    """A pass of inductor that stops half way: the half-edited graph must not run."""
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            node.replace_all_uses_with(next(iter(graph.nodes)))
+    graph.owning_module.recompile()
+    raise ValueError("stopped half way")
+
+
+def raise_in_backward(graph: fx.Graph) -> None:
+    if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder")):
+        rewrite_and_raise(graph)
+
+
+@pytest.mark.inductor
+def test_failed_inductor_forward(warnings_of_ours: Warnings) -> None:
+    model = replicated(options={"pre_grad_custom_pass": rewrite_and_raise})
+    assert_trains_as_the_plain_module(model, num_steps=1)
+    assert len(warnings_of_ours()) == 3
+    assert "partition_0 of graph 0 (0.weight, 0.bias) did not compile" in warnings_of_ours()[0]
+    assert all("ValueError: stopped half way" in warning for warning in warnings_of_ours())
+
+
+@pytest.mark.inductor
+def test_failed_inductor_backward(
+    warnings_of_ours: Warnings,
+) -> None:
+    counters.clear()
+    model = replicated(linear_model, options={"post_grad_custom_post_pass": raise_in_backward})
+    assert_trains_as_the_plain_module(model, num_steps=2, make=linear_model)
+    assert [warning.split(" did not")[0] for warning in warnings_of_ours()] == [
+        f"rank 0: the backward of partition_{i} of graph 0 ({i}.weight, {i}.bias)" for i in (2, 1, 0)
+    ]
+    # Nothing of it is kept for the next process, which would then run eagerly without a warning.
+    assert counters["aot_autograd"]["autograd_cache_saved"] == 0
+
+
+@pytest.mark.inductor
+def test_failed_backward_still_launches_buckets(
+    warnings_of_ours: Warnings,
+) -> None:
+    model = replicated(linear_model, split="backward", options={"post_grad_custom_post_pass": raise_in_backward})
+    model.register_comm_hook(None, allreduce_hook)  # with a hook, buckets are sent on a single rank as well
+    assert_trains_as_the_plain_module(model, make=linear_model)
+    (warning,) = warnings_of_ours()
+    assert warning.startswith(
+        "rank 0: the backward of graph 0 (0.weight, 0.bias, ..., 2.bias) did not compile and runs"
+    )
+    assert len(model._ddp_compile_state.reducer.early_buckets) == 2
+
+
+class CheckpointedDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def block(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.layer(x).sin(), training=self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+@pytest.mark.inductor
+def test_failed_backward_with_random_numbers() -> None:
+    model = ddp_compile(CheckpointedDropout(), options={"post_grad_custom_post_pass": raise_in_backward})
+    for _ in range(2):
+        with pytest.raises(
+            CompilationError, match=r"graph 0 \(layer.weight, layer.bias\) .* repeat the forward's"
+        ) as failed:
+            model(torch.randn(4, 8)).sum().backward()
+        assert "stopped half way" in str(failed.value) and "fallback_random = True" in str(failed.value)
+        assert model.layer.weight.grad is None
+
+
+@pytest.mark.inductor
+def test_fallback_random_is_the_way_out() -> None:
+    torch.manual_seed(0)
+    model = ddp_compile(
+        CheckpointedDropout(), options={"post_grad_custom_post_pass": raise_in_backward, "fallback_random": True}
+    )
+    x = torch.randn(4, 8)
+    y = model(x)
+    y.sum().backward()
+    kept = 2.0 * (y != 0)
+    torch.testing.assert_close(model.layer.bias.grad, (kept * model.layer(x).cos()).sum(0))
+
+
+def test_nested_graphs_are_copied() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = small_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    def spoil_and_raise(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        for child in gm.children():
+            for node in child.graph.nodes:
+                if node.target is torch.tanh:
+                    node.target = torch.relu
+            child.recompile()
+        raise ValueError("no")
+
+    model, reference = Checkpointed(), small_model()
+    x = torch.randn(4, 8)
+    expected = copy.deepcopy(reference)(x)
+    assert torch.equal(ddp_compile(model, backend=spoil_and_raise)(x), expected)
+
+
+class AllReduced(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return all_reduce(super().forward(x)).cos()
+
+
+def body_with_a_collective() -> fx.GraphModule:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops._c10d_functional.all_reduce, (x, "sum", "0")))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("way", ["as in torch 2.11", "traced"])
+def test_lost_gradients_of_collectives(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only torch 2.11 puts a function that communicates into a graph; its gradient is then zero."""
+    if way == "traced" and torch.__version__ >= "2.12":
+        pytest.skip("this torch breaks the graph there")
+    monkeypatch.setattr(torch_internals.dynamo, "_LOSES_GRADIENTS_OF_COLLECTIVES", True)
+    model = ddp_compile(AllReduced(8, 8), backend="eager")
+    with pytest.raises(Exception, match=r"rank 0: graph 0 contains .* computes zeros .* with torch\.compiler\.disable"):
+        if way == "traced":
+            model(torch.randn(4, 8))
+        else:
+            gm = fx.GraphModule(nn.Module(), fx.Graph())
+            gm.add_module("fwd_body_0", body_with_a_collective())
+            model._ddp_compile_state.backend(gm, [])

@@ -1,0 +1,168 @@
+"""The min-max codec and the averaging update: error bounds, edges of the float range, bit equality."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from kernel_values import DTYPES
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ddp_compile.kernels import average_into, minmax_u8_compress, minmax_u8_decompress
+from ddp_compile.kernels.contract import reference
+
+pytestmark = pytest.mark.usefixtures("implementation")
+
+
+def round_trip(values: Tensor, num_chunks: int = 1) -> Tensor:
+    out = torch.full_like(values, 7.0)
+    minmax_u8_decompress(minmax_u8_compress(values, num_chunks), out)
+    return out
+
+
+@pytest.mark.parametrize("exponent", [*range(-38, 38, 4), 38])
+def test_codec_error_is_half_a_step(exponent: int) -> None:
+    """Up to a range that float32 does not hold."""
+    values = (torch.rand(1001, generator=torch.Generator().manual_seed(exponent)) * 6 - 3) * 10.0**exponent
+    error = (round_trip(values).double() - values.double()).abs()
+    step = (values.max().double() - values.min().double()) / 255
+    rounding = values.double().abs() * 2.0**-24 + 1.5e-45
+    assert (error <= step / 2 * (1 + 1e-9) + rounding).all()
+
+
+def test_what_wrapped_iteration_in_the_origin_is_clamped() -> None:
+    assert round_trip(torch.tensor([1.5, -253.5, 0.0])).tolist() == [1.5, -253.5, 0.5]
+
+
+@pytest.mark.parametrize("constant", [0.0, -0.0, 1e30, -3.4e38, 1e-45, 1.0])
+def test_constants_are_exact(constant: float) -> None:
+    assert round_trip(torch.full((37,), constant)).tolist() == [torch.tensor(constant).item()] * 37
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("position", [0, 40, 66])
+def test_bad_value_makes_its_chunk_nan(bad: float, position: int) -> None:
+    values = torch.linspace(0, 1, 201)
+    values[67 + position] = bad
+    out = round_trip(values, num_chunks=3)
+    assert out[67:134].isnan().all()
+    assert out[:67].isfinite().all() and out[134:].isfinite().all()
+
+
+def test_short_and_empty_chunks() -> None:
+    values = torch.arange(1.0, 6.0)
+    rows = minmax_u8_compress(values, num_chunks=4)  # chunks of 2, 2, 1 and 0
+    assert rows.shape == (4, 16)
+    headers = rows[:, :8].contiguous().view(torch.float32)
+    assert headers.tolist() == [[1, 2], [3, 4], [5, 5], [0, 0]]
+    assert rows[:, 8:].tolist() == [[0, 255] + [0] * 6, [0, 255] + [0] * 6, [0] * 8, [0] * 8]
+    assert round_trip(values, num_chunks=4).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 40, 1001])
+@pytest.mark.parametrize("skip_chunk", range(4))
+def test_skipped_chunk(numel: int, skip_chunk: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    others = torch.arange(4) != skip_chunk
+    assert torch.equal(
+        minmax_u8_compress(values, 4, skip_chunk=skip_chunk)[others], minmax_u8_compress(values, 4)[others]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulate(dtype: torch.dtype) -> None:
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(1))
+    out = torch.randn(1001, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = (out.float() + round_trip(values, num_chunks=3)).to(dtype)
+    minmax_u8_decompress(minmax_u8_compress(values, 3), out, accumulate=True)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 1000])
+def test_average_into(dtype: torch.dtype, numel: int) -> None:
+    x, total, copy = (torch.randn(numel, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3))
+    expected = (x.float() + (total.float() / 3 - copy.float())).to(dtype)
+    average_into(x, total, copy, 3)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "num_chunks", "message"),
+    [
+        (torch.ones(2, 2), 1, r"values has shape \(2, 2\).*contiguous 1-d"),
+        (torch.ones(8)[::2], 1, r"values has shape \(4,\), strides \(2,\)"),
+        (torch.ones(4).double(), 1, "values is of torch.float64; float32, bfloat16 and float16 are supported"),
+        (torch.ones(4), 0, "num_chunks=0 must be at least 1"),
+    ],
+)
+def test_compress_refuses(values: Tensor, num_chunks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        minmax_u8_compress(values, num_chunks)
+
+
+@pytest.mark.parametrize("skip_chunk", [-1, 2])
+def test_compress_refuses_wrong_skip_chunk(skip_chunk: int) -> None:
+    with pytest.raises(ValueError, match=f"skip_chunk={skip_chunk} must be one of the num_chunks=2 chunks"):
+        minmax_u8_compress(torch.ones(4), 2, skip_chunk=skip_chunk)
+
+
+ROWS = torch.zeros(1, 16, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "message"),
+    [
+        (torch.zeros(1, 16), torch.ones(4), "compressed is of torch.float32"),
+        (ROWS[0], torch.ones(4), r"compressed is of torch.uint8, shape \(16,\)"),
+        (ROWS, torch.ones(9), "1 rows of 16 bytes, but out with 9 elements needs.* 32"),
+        (ROWS, torch.ones(2, 2), "out has shape"),
+        (ROWS.to("meta"), torch.ones(2), "compressed is on meta but out is on cpu"),
+    ],
+)
+def test_decompress_refuses(rows: Tensor, out: Tensor, message: str) -> None:
+    before = out.clone()
+    with pytest.raises(ValueError, match=message):
+        minmax_u8_decompress(rows, out)
+    assert torch.equal(out, before)
+
+
+def test_average_into_refuses() -> None:
+    x = torch.ones(4)
+    for total, copy, count, message in (
+        (torch.ones(3), torch.ones(4), 2, "total has 3 elements.*x has 4"),
+        (torch.ones(4), torch.ones(4).half(), 2, "copy has 4 elements of torch.float16"),
+        (torch.ones(4), torch.ones(4), 0, r"count=0\.0 must be positive"),
+        (x[:], torch.ones(4), 2, "total shares memory with x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            average_into(x, total, copy, count)
+    assert x.tolist() == [1, 1, 1, 1]
+
+
+class NoneOnTheHost(TorchDispatchMode):
+    """Refuses tensors on the host, from which a device would copy while the host waits."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            assert not (isinstance(value, Tensor) and value.is_cpu), f"{function} has a tensor on the host"
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_copies_nothing_from_host(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("torch.tensor copies from the host"))
+    x, total, copy = (torch.empty(1000, dtype=dtype, device="meta") for _ in range(3))
+    rows = torch.empty(2, reference.row_bytes(500), dtype=torch.uint8, device="meta")
+    with NoneOnTheHost():
+        reference.minmax_u8_compress(x, rows)
+        reference.minmax_u8_decompress(rows, x)
+        reference.minmax_u8_decompress(rows, x, accumulate=True)
+        reference.average_into(x, total, copy, 3)
+        reference.scale_into([x, total], [total, copy], 0.5)
+        reference.stats_of([x], [total], 0.5)

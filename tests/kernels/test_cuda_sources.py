@@ -1,0 +1,139 @@
+"""The CUDA sources through the compilers themselves, NVRTC and nvcc, neither of which needs a device."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from ddp_compile.errors import KernelUnavailableError
+from ddp_compile.kernels.cuda.arguments import BLOCK_THREADS, CHUNK_NUMEL
+from ddp_compile.kernels.cuda.compiler import Compiler
+from ddp_compile.kernels.cuda.programs import PROGRAM_OF, PROGRAMS, SOURCE_FOLDER, Program, headers
+
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
+
+# Four blocks of 256 threads fit into a multiprocessor's 65536 registers: enough loads in flight to fill the memory.
+MAX_REGISTERS = 64
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    try:
+        return Compiler()
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def binaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """Every kernel for each architecture, compiled by nvcc, with ptxas's report."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    folder = tmp_path_factory.mktemp("nvcc")
+    source = folder / "all.cu"
+    source.write_text("".join(program.text() for program in PROGRAMS))
+    flags = ["-std=c++17", "-Werror", "all-warnings", "-cubin", "-Xptxas", "-v", "-I", str(SOURCE_FOLDER)]
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+    if missing := set(ARCHITECTURES) - set(known):
+        pytest.skip(f"nvcc does not know {missing}")
+    processes = {}
+    for architecture in ARCHITECTURES:
+        binary = folder / f"{architecture}.cubin"
+        command = [nvcc, *flags, f"-arch={architecture}", str(source), "-o", str(binary)]
+        # All at once: each takes a few seconds on one core.
+        processes[architecture] = binary, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    results = {
+        architecture: (binary, process.communicate()[1]) for architecture, (binary, process) in processes.items()
+    }
+    for _, process in processes.values():
+        assert process.returncode == 0, results
+    return results
+
+
+def test_kernel_names_are_unique() -> None:
+    kernels = [kernel for program in PROGRAMS for kernel in program.kernels]
+    assert len(set(kernels)) == len(kernels) == len(PROGRAM_OF) == 27 + 12 + 3 + 1
+
+
+def test_shared_constants() -> None:
+    sources = headers()
+    assert f"constexpr int kThreads = {BLOCK_THREADS};" in sources["device.cuh"]
+    assert f"constexpr int kChunk = {CHUNK_NUMEL};" in sources["move.cuh"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.long
+def test_no_kernel_spills(binaries: dict[str, tuple[Path, str]], architecture: str) -> None:
+    report = binaries[architecture][1]
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert frames == [("0", "0", "0")] * len(PROGRAM_OF)
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
+    assert len(registers) == len(PROGRAM_OF)
+    assert max(registers) <= MAX_REGISTERS
+
+
+@pytest.fixture(scope="module")
+def disassembler() -> str:
+    """cuobjdump of the toolkit, or of Python packages that have it; for ``-sass`` it runs the nvdisasm beside it."""
+    folders = [os.environ.get("PATH", "")]
+    for package in ("nvidia", "triton"):
+        spec = importlib.util.find_spec(package)
+        for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+            folders += [str(path.parent) for path in Path(location).rglob("cuobjdump")]
+    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
+    if found is None:
+        pytest.skip("cuobjdump is not installed")
+    if shutil.which("nvdisasm", path=os.pathsep.join([str(Path(found).parent), os.environ.get("PATH", "")])) is None:
+        pytest.skip(f"nvdisasm is neither beside {found} nor on PATH")
+    return found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_128_bit_accesses(disassembler: str, binaries: dict[str, tuple[Path, str]], architecture: str) -> None:
+    command = [disassembler, "-sass", str(binaries[architecture][0])]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    instructions = defaultdict(set)
+    for part in listing.split("Function : ")[1:]:
+        kernel = part.split()[0]
+        instructions[kernel] = set(re.findall(r"\b((?:LD|ST)[GL]?\.[\w.]+)", part))
+    assert set(instructions) == set(PROGRAM_OF)
+    for kernel, found in instructions.items():
+        reads = any(name.startswith("LDG") and name.endswith(".128") for name in found)
+        writes = any(name.startswith("STG") and name.endswith(".128") for name in found)
+        # Codes are eight bytes for eight values; partial results are small.
+        assert reads == (not kernel.startswith(("read_codes", "add_partials"))), kernel
+        assert writes == (kernel.startswith(("move", "average", "read_codes", "add_codes"))), kernel
+        assert not any(name.startswith(("LDL", "STL", "LD.", "ST.")) for name in found), kernel
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_nvrtc_compiles_every_program(compiler: Compiler, program: Program) -> None:
+    binary = compiler.compile(program, "sm_90")
+    assert binary.startswith(b"\x7fELF")
+    assert all(f".text.{kernel}".encode() in binary for kernel in program.kernels)
+
+
+def test_target_architecture(compiler: Compiler) -> None:
+    assert [compiler.target(capability) for capability in ((8, 0), (8, 6), (9, 0), (10, 0))] == [
+        *("sm_80", "sm_86", "sm_90", "sm_100")
+    ]
+    compiler.architectures = [80, 90]
+    assert compiler.target((8, 9)) == "sm_80"
+    with pytest.raises(KernelUnavailableError, match=r"NVRTC .* cannot compile for compute capability 12\.0"):
+        compiler.target((12, 0))
+    with pytest.raises(KernelUnavailableError, match=r"need compute capability 8\.0 or newer, but the device has 7\.5"):
+        compiler.target((7, 5))
+
+
+def test_nvrtc_error(compiler: Compiler) -> None:
+    program = Program("broken", "move.cuh", ("DDP_COMPILE_MOVE(Float32, Float64, 32)",), ())
+    with pytest.raises(KernelUnavailableError, match=r'cannot compile broken: .*"Float64" is undefined'):
+        compiler.compile(program, "sm_90")

@@ -1,0 +1,117 @@
+"""Passes run in order with observers around them, and the version of the pipelines depends on their sources."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from graphs import GraphBuilder, chain, context
+from torch import fx
+
+from ddp_compile import passes
+from ddp_compile.compile import pipelines
+from ddp_compile.compile.pipelines import digest_of_sources, pipelines_version
+from ddp_compile.passes.pipeline import Declined, PassContext, PassResult, run_pipeline
+
+EMPTY = context({})
+
+
+class Recorder:
+    """Notes what it is shown, and the code of the graph at that moment."""
+
+    def __init__(self, name: str, events: list[tuple]) -> None:
+        self.name = name
+        self.events = events
+
+    def before_pipeline(self, gm: fx.GraphModule) -> None:
+        self.events.append((self.name, "before", "cos" in gm.code))
+
+    def after_pass(self, name: str, gm: fx.GraphModule, num_changed: int) -> None:
+        self.events.append((self.name, name, num_changed, "cos" in gm.code))
+
+    def after_pipeline(self, gm: fx.GraphModule) -> None:
+        self.events.append((self.name, "after", "cos" in gm.code))
+
+
+def sine() -> fx.GraphModule:
+    build = GraphBuilder()
+    return build.output(build.call(torch.sin, build.input("x")))
+
+
+def turn_sine_into_cosine_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    nodes = gm.graph.find_nodes(op="call_function", target=torch.sin)
+    for node in nodes:
+        node.target = torch.cos
+    return PassResult(gm, len(nodes), (Declined("sin", f"{ctx.graph_name}: {len(nodes)}"),))
+
+
+def decline_everything_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    return PassResult(gm, 0, (Declined("x", "on principle"), Declined("y", "out of spite")))
+
+
+def test_observers() -> None:
+    events: list[tuple] = []
+    observers = [Recorder("first", events), Recorder("second", events)]
+    run_pipeline(sine(), EMPTY, [decline_everything_pass, turn_sine_into_cosine_pass], observers)
+    assert events == [
+        ("first", "before", False),
+        ("second", "before", False),
+        ("first", "decline_everything", 0, False),
+        ("second", "decline_everything", 0, False),
+        ("first", "turn_sine_into_cosine", 1, True),
+        ("second", "turn_sine_into_cosine", 1, True),
+        ("first", "after", True),
+        ("second", "after", True),
+    ]
+
+
+def test_broken_graph_raises() -> None:
+    def break_order_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        first, second, *_ = (node for node in gm.graph.nodes if node.op == "call_function")
+        second.append(first)
+        return PassResult(gm, 1)
+
+    seen: list[tuple] = []
+    with pytest.raises(RuntimeError, match="was used before it has been defined"):
+        run_pipeline(chain(1).gm, EMPTY, [break_order_pass, turn_sine_into_cosine_pass], [Recorder("only", seen)])
+    assert [event[1] for event in seen] == ["before"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "some_passes"
+    folder.mkdir()
+    for name in ("__init__", "first", "second"):
+        (folder / f"{name}.py").write_text(f"NAME = {name!r}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder
+    for name in [name for name in sys.modules if name.startswith("some_passes")]:
+        del sys.modules[name]
+
+
+def test_digest_of_sources(package: Path) -> None:
+    names = ["some_passes.first", "some_passes.second"]
+    before = digest_of_sources(names)
+    assert before == digest_of_sources(names[::-1]) and len(before) == 16
+    (package / "second.py").write_text("NAME = 'third!'\n")
+    assert digest_of_sources(names) != before
+    assert digest_of_sources(names[:1]) != before
+
+
+def test_docstring_names_each_pass() -> None:
+    folder = Path(passes.__path__[0])
+    assert {p.name for p in folder.rglob("*.py")} - {"__init__.py"} <= set(re.findall(r"\w+\.py", passes.__doc__ or ""))
+
+
+def test_version_covers_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(pipelines, "digest_of_sources", lambda names: asked.extend(names) or "0")
+    pipelines_version.__wrapped__()
+    for run_pass in (*pipelines.FORWARD_SPLIT, *pipelines.BACKWARD_SPLIT):
+        assert run_pass.__module__ in asked
+    assert {"ddp_compile.passes.analysis.graph_nodes", "ddp_compile.torch_internals.backward_compile"} <= set(asked)
+    assert len(asked) == len(set(asked))
