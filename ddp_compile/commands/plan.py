@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", metavar="RATE", help="of a node's link, such as 100gbit (default: as measured)")
     parser.add_argument("--latency", default="20us", metavar="TIME", help="between two nodes (default: %(default)s)")
     parser.add_argument("--intra-node", type=int, default=1, metavar="K", help="ranks that share a node's link")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the faster one of the best plans")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the best plan for what was measured")
     parser.add_argument("function", nargs="?", help=argparse.SUPPRESS)
     for name in _GONE:
         if name.startswith("--"):
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{size}; {alone}, from {number_of(len(report.steps), 'step')} of {arguments.profile}{unknown}")
     print(f"{number_of(world_size, 'rank')}, link: {link}")
     print(_table(found, alone_s(gradients, computation)))
-    print(_advice(found, arguments.save))
+    print(_advice(found, report.algorithm == ShardedAlgorithm.name, arguments.save))
     return 0
 
 
@@ -124,14 +124,17 @@ def _table(found: Sequence[Scenario], alone_s: float) -> str:
     )
 
 
-def _advice(found: Sequence[Scenario], path: Path | None) -> str:
-    """The fastest way, and the line of code for it; saves the faster one of the plans if there is a path."""
+def _advice(found: Sequence[Scenario], is_sharded: bool, path: Path | None) -> str:
+    """The fastest way, and the line of code for it; if there is a path, saves the best plan with this optimizer."""
     best = min(found, key=lambda each: each.step_s)
     faster = found[0].step_s / best.step_s
     text = f"fastest: {best.name}, {faster:.2f} times as fast as the default\n    {best.code}"
     if path is None:
         return text if best.plan is None else f"{text}\n    (pass --save FILE to write the plan)"
-    saved = min((each for each in found if each.plan is not None), key=lambda each: each.step_s)
+    (saved,) = (each for each in found if each.plan is not None and each.is_sharded == is_sharded)
     assert saved.plan is not None
     saved.plan.save(path)
-    return f"{text}\nFILE has the plan of: {saved.name}".replace("FILE", str(path))
+    text = f"{text}\nFILE has the plan of: {saved.name}"
+    if best.plan is not None and best is not saved:
+        text = f"{text} (for that of: {best.name}, measure {'without' if is_sharded else 'with'} a sharded optimizer)"
+    return text.replace("FILE", str(path))

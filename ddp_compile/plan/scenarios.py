@@ -25,6 +25,7 @@ class Scenario:
         code: The line that switches it on; "FILE" stands for a saved plan.
         step_s: Length of a step.
         exposed_s: Part of it in which the computation waits for communication.
+        is_sharded: Whether it is with a sharded optimizer.
         plan: The plan to save; None if the capacities say it all.
     """
 
@@ -32,6 +33,7 @@ class Scenario:
     code: str
     step_s: float
     exposed_s: float
+    is_sharded: bool
     plan: BucketPlan | None = None
 
 
@@ -54,7 +56,8 @@ def scenarios(
 
     def scenario(name: str, code: str, plan: BucketPlan, costs: Costs, is_saved: bool = False) -> Scenario:
         step_s, exposed_s = predict(loads_of(plan, costs), costs)
-        return Scenario(name=name, code=code, step_s=step_s, exposed_s=exposed_s, plan=plan if is_saved else None)
+        is_sharded, kept = costs.gather is not None, plan if is_saved else None
+        return Scenario(name=name, code=code, step_s=step_s, exposed_s=exposed_s, is_sharded=is_sharded, plan=kept)
 
     order = sorted(gradients, key=lambda each: (computation.ready_s[each.index], -each.index))
     default = plan_buckets(order, default_caps_bytes)

@@ -52,7 +52,6 @@ from ddp_compile.torch_internals.dynamo import (
     watch_compilations,
 )
 from ddp_compile.torch_internals.fake_training import (
-    OperatorTimes,
     fake_process_group,
     fake_tensors,
     make_fake,

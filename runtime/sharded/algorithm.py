@@ -20,7 +20,7 @@ from ddp_compile.runtime.buckets.sharding import Sharding
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.process_groups import close_groups, group_of
 from ddp_compile.runtime.comm.step_records import NoRecords
-from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
+from ddp_compile.runtime.sharded.bucket import ShardedBucket
 from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.gradients import ShardedGradients, norm_over_ranks
 from ddp_compile.runtime.sharded.joint_step import JointStep
@@ -220,65 +220,6 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._step.end_left_out()  # as in `clip_grad_norm_`
         gradients = self._whole_gradients("model.full_gradients()")
         return {self._names[index]: gradients[index] for index in sorted(gradients)}
-
-    # Another plan.
-
-    def plan_changes(self) -> str:
-        """See `Sharding.plan_changes`."""
-        self._reader.wait()
-        objection = ""
-        for optimizer in self._optimizers if self.buckets else ():
-            objection = objection or optimizer.objection_of_all("a change of the bucket plan")
-        if not objection:
-            for bucket in self.buckets:
-                bucket.take_edits()
-            self._gradients.take_edits()
-            self._gradients.remove()
-        return objection
-
-    def follow_plan(self, buckets: Sequence[Bucket]) -> None:
-        """See `Sharding.follow_plan`."""
-        before = self.buckets
-        if before and [bucket.spec for bucket in before] != [bucket.spec for bucket in buckets]:
-            self._lay_out(buckets)
-            with self._transfers.on_every_rank("a change of the bucket plan"):
-                for optimizer in self._optimizers:
-                    optimizer.follow(self.buckets)
-                self._move_copies(before)
-                self._move_gradients(before)
-        self._gradients.show_again()
-
-    def _move_copies(self, before: Sequence[ShardedBucket]) -> None:
-        """Give the new pieces the copies in float32 that those before have."""
-        place_of = self._place_of
-        for old in (bucket for bucket in before if bucket.is_copied):
-            for index, values in old.gather_whole(lambda piece: piece.stepped, old.stepped_dtype).items():
-                if index in place_of:
-                    bucket, piece = place_of[index]
-                    piece.stepped.data.copy_(bucket.part_of(piece, values))
-
-    def _move_gradients(self, before: Sequence[ShardedBucket]) -> None:
-        """Give the new pieces the reduced gradients that those before have."""
-        place_of, optimizer_of = self._place_of, {i: each for each in self._optimizers for i in each.indices}
-        old_pieces = [piece for bucket in before for piece in bucket.pieces if piece.stepped.grad is not None]
-        on_any_rank = torch.zeros(2, len(self._parameters), dtype=torch.int64, device=self._parameters[0].device)
-        for piece in old_pieces:
-            on_any_rank[:, piece.index] = torch.tensor([True, self._gradients.is_stale(piece)])
-        self._transfers.all_reduce(on_any_rank, dist.ReduceOp.MAX)
-        has_gradient, is_stale = on_any_rank.tolist()
-        for old in (bucket for bucket in before if any(has_gradient[index] for index in bucket.param_indices)):
-            for index, gradient in old.gather_whole(lambda piece: piece.gradient, old.stepped_dtype).items():
-                if has_gradient[index] and index in place_of:
-                    bucket, piece = place_of[index]
-                    optimizer_of[index].set_gradient(piece, bucket.part_of(piece, gradient))
-        for piece in old_pieces:
-            piece.zero(set_to_none=True)  # a user may have kept the tensor
-        self._gradients.note_moved({index for index, stale in enumerate(is_stale) if stale})
-
-    @property
-    def _place_of(self) -> dict[int, tuple[ShardedBucket, Piece]]:
-        """This rank's piece of each parameter, by number, and its bucket."""
-        return {piece.index: (bucket, piece) for bucket in self.buckets for piece in bucket.pieces}
 
     # Forwards.
 

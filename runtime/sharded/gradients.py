@@ -123,12 +123,8 @@ class ShardedGradients:
 
     def forward_ends(self) -> None:
         """Bring back what `remove` took away before the forward, which may have no backward."""
-        self.show_again()
-        self._makes_way = True
-
-    def show_again(self) -> None:
-        """After `remove`, set ``.grad`` again where it is None."""
         self._show(index for index in self.reduced if self._parameters[index].grad is None)
+        self._makes_way = True
 
     def _show(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -261,14 +257,6 @@ class ShardedGradients:
         """Whether the gradient of a piece is unchanged since a step."""
         gradient = piece.stepped.grad
         return gradient is not None and gradient._version == self._stepped_versions.get(piece)
-
-    def note_moved(self, stale: Set[int]) -> None:
-        """Gradients have moved to other pieces. Parameters whose gradients were `is_stale` are given by number."""
-        versions = self._stepped_versions.items()
-        self._stepped_versions = {piece: version for piece, version in versions if piece.index == WITNESS}
-        for piece in self.pieces:
-            if piece.index in stale and (gradient := piece.stepped.grad) is not None:
-                self._stepped_versions[piece] = gradient._version
 
     def refuse_stale(self, pieces: Sequence[Piece], indices: Set[int]) -> None:
         """Raise if a gradient is unchanged since a step: whether the user meant to keep it cannot be known.

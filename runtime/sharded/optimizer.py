@@ -131,18 +131,6 @@ class SteppedPieces:
         self._show(self._params)
         self._add_attributes({PIECES: self})
 
-    def follow(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Step the pieces of another plan from now on, with the states of those before; to be called on every rank.
-
-        Args:
-            buckets: All of the module, in plan order.
-        """
-        before = self._states
-        assert before is not None
-        self._states = self._take(buckets)
-        before.hand_over_to(self._states)
-        self._show(self._params)
-
     def _mine(self, buckets: Sequence[ShardedBucket]) -> list[ShardedBucket]:
         return [bucket for bucket in buckets if not self.indices.isdisjoint(bucket.param_indices)]
 
@@ -312,10 +300,6 @@ class SteppedPieces:
         for witness in self._witnesses:
             witness.zero(set_to_none=True)
             witness.accumulate(witness.stepped.detach(), self._unscaled)
-
-    def set_gradient(self, piece: Piece, values: Tensor) -> None:
-        """Let a piece have this gradient, of its shape and dtype."""
-        piece.stepped.grad = GradientShard.of(values, self._unscaled)
 
     def _unscaled(self, found_non_finite: Tensor) -> None:
         """A GradScaler has looked at gradients: all ranks step by them, or none does."""

@@ -44,7 +44,6 @@ class ShardedStates:
         self._bucket_of = {index: bucket for bucket in buckets for index in bucket.param_indices}
         own = set(numbers.values())
         self._pieces = {piece.index: piece for bucket in buckets for piece in bucket.pieces if piece.index in own}
-        self._is_replaced = False  # by the states of another plan
         self._place_of = {}  # among the whole parameters, by ``id``
         for place, (parameter, index) in enumerate(self._whole):
             mine = self._pieces[index].stepped if index in self._pieces else parameter
@@ -77,26 +76,6 @@ class ShardedStates:
                     key: _mapped(value, partial(_as_state_of, parameter, stepped))
                     for key, value in gathered[index].items()
                 }
-
-    def hand_over_to(self, following: ShardedStates) -> None:
-        """Give the pieces of another plan these states as they are; to be called on every rank.
-
-        States of parameters that are cut are gathered, one state of one bucket at a time. Owners keep theirs.
-        """
-        self._is_replaced = True
-        states, device = self._optimizer.state, self._buckets[0].flat.device
-        described = self._describe_all(on_device=True, owned=False)
-        for bucket in self._buckets:
-            cut = {index: dict(described[index]) for index in bucket.param_indices if index in described}
-            for index, key, value in self._gather(bucket, described, device):
-                if index in following._pieces:
-                    cut[index] |= following._cut(index, {key: value}, keeps_dtypes=True)
-            for piece in bucket.pieces:
-                state = states.pop(piece.stepped, None)
-                if state and bucket.has_owner(piece.index):
-                    states[following._pieces[piece.index].stepped] = state
-            for index in cut.keys() & following._pieces.keys():
-                states[following._pieces[index].stepped] = cut[index]
 
     def whole(self, state_dict: Mapping[str, Any], names: Sequence[list[str] | None]) -> dict[str, Any]:
         """A state_dict of whole parameters from one of this rank's pieces; to be called on every rank."""
@@ -178,21 +157,17 @@ class ShardedStates:
         """Whether this rank's part of a state is still this tensor."""
         piece = self._pieces.get(index)
         state = None if piece is None else self._optimizer.state.get(piece.stepped, {}).get(key)
-        return not self._is_replaced and state is value
+        return state is value
 
-    def _cut(self, index: int, state: Mapping[str, Any], keeps_dtypes: bool = False) -> dict[str, Any]:
-        """A piece's part of the states of a whole parameter, in the dtypes that torch would load them in.
-
-        Args:
-            keeps_dtypes: In the dtypes that they have.
-        """
+    def _cut(self, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A piece's part of the states of a whole parameter, in the dtypes that torch would load them in."""
         piece, bucket = self._pieces[index], self._bucket_of[index]
-        shape, low = bucket.place_of(index).shape, None if keeps_dtypes else bucket.flat.dtype
+        shape, low = bucket.place_of(index).shape, bucket.flat.dtype
         cut = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape == shape:
                 is_own = not value.is_floating_point() or (bucket.has_owner(index) and value.dtype != low)
-                dtype = value.dtype if is_own or keeps_dtypes else piece.stepped.dtype
+                dtype = value.dtype if is_own else piece.stepped.dtype
                 cut[key] = bucket.part_of(piece, value).to(piece.stepped.device, dtype)
             elif isinstance(value, Tensor) and value.dim() and not bucket.has_owner(index):
                 raise ValueError(

@@ -59,7 +59,7 @@ def test_from_profile_to_trained_plan(capsys: pytest.CaptureFixture[str], profil
     assert len(times) == 8 and times["best boundaries"] < times["buckets of 100 MiB"]
     assert times["best boundaries"] <= min(time for name, time in times.items() if not name.startswith("sharded"))
     assert re.search(r'fastest: .*best.*\n    ddp_compile\(model, bucket_plan="' + str(path), out)
-    assert f"{path} has the plan of: " in out
+    assert f"{path} has the plan of: best boundaries" in out  # the profile has no sharded optimizer
     saved = saved_by_index(path)
     model: Any = ddp_compile(net(), backend="eager", bucket_plan=path)
     model(torch.ones(2, 512)).sum().backward()
