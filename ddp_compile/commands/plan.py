@@ -129,9 +129,9 @@ def _advice(found: Sequence[Scenario], is_sharded: bool, path: Path | None) -> s
     best = min(found, key=lambda each: each.step_s)
     faster = found[0].step_s / best.step_s
     text = f"fastest: {best.name}, {faster:.2f} times as fast as the default\n    {best.code}"
-    if path is None:
-        return text if best.plan is None else f"{text}\n    (pass --save FILE to write the plan)"
     (saved,) = (each for each in found if each.plan is not None and each.is_sharded == is_sharded)
+    if path is None:
+        return f"{text}\n    (pass --save FILE to write the plan of: {saved.name})"
     assert saved.plan is not None
     saved.plan.save(path)
     text = f"{text}\nFILE has the plan of: {saved.name}"

@@ -69,7 +69,7 @@ def test_from_profile_to_trained_plan(capsys: pytest.CaptureFixture[str], profil
 def test_measured_link(capsys: pytest.CaptureFixture[str], profile: Path) -> None:
     status, out, _ = plan(capsys, "--profile", str(profile))
     assert status == 0 and "\n2 ranks, link: as measured, 20 us and 1000.0 us/MB for an all-reduce\n" in out
-    assert "(pass --save FILE to write the plan)" in out
+    assert "(pass --save FILE to write the plan of: best boundaries)" in out
 
 
 @pytest.mark.parametrize(
