@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import signal
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from ddp_compile.validation.rates import Rate
 
 pytestmark = pytest.mark.alone
 MBIT = 10**6
+ROOT = Path(__file__).parents[2]
 
 RECEIVE = """
 import socket, time
@@ -44,27 +43,21 @@ for _ in range(int(sys.argv[2])):
     connection.sendall(bytes(1 << 20))
 """
 
-# The folder is on the path, not the package: a child that imported torch would take seconds to start.
-HOLD = f"""
-import signal, sys, time
-sys.path.append({str(Path(link_module.__file__).parent)!r})
-import link
-
-def terminate(number, frame):
-    raise SystemExit("terminated")
+HOLD = """
+import sys, time
+from ddp_compile.bench import link
+from ddp_compile.bench.endings import one_interrupt
 
 def run_aloud(*command, run=link._run):
     output = run(*command)
     print(*command, flush=True)
     return output
 
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGTERM, terminate)
 link._run = run_aloud
-with link.NamespacedLink(2):
+with one_interrupt(), link.NamespacedLink(2):
     print("held", flush=True)
     while True:
-        time.sleep(0.05)  # not for long: what arrives just before a sleep is handled after it
+        time.sleep(0.05)
 """
 
 
@@ -82,10 +75,10 @@ def pair(real_links: None) -> Iterator[NamespacedLink]:
 
 @contextlib.contextmanager
 def running(command: list[str], *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process; the terminal's Ctrl-C is a signal to its whole group, so it gets one."""
+    """A Python process with a group of its own, as in a terminal, where Ctrl-C is a signal to the whole group."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(
-        [*command, sys.executable, "-I", "-c", *arguments], text=True, start_new_session=True, **streams
+        [*command, sys.executable, "-c", *arguments], cwd=ROOT, text=True, start_new_session=True, **streams
     )
     try:
         yield process
@@ -131,11 +124,8 @@ def closest_of_10(nominal: int, measure: Callable[[], float]) -> float:
     [
         ("1gbit", 10**9, "1gbit"),
         ("2.5gbit", 2_500_000_000, "2.5gbit"),
-        ("100mbit", 100 * MBIT, "100mbit"),
         ("10Gbit", 10**10, "10gbit"),
-        ("1000mbit", 10**9, "1gbit"),
         ("0.5gbit", 500 * MBIT, "500mbit"),
-        ("1mbit", MBIT, "1mbit"),
         ("400gbit", 400 * 10**9, "400gbit"),
         (" none ", None, "none"),
     ],
@@ -258,44 +248,23 @@ def test_an_error_while_deleting_does_not_hide_the_first_one(
     link.__exit__(None, None, None)
 
 
-# Entering runs 19 commands; after the last one it may be over before the interrupt arrives.
-@pytest.mark.parametrize("num_commands", only([6, 17], [2, 6, 13, 17]))
-def test_an_interrupt_while_entering_leaves_nothing(real_links: None, num_commands: int) -> None:
-    with running([], HOLD) as process:
-        wait_for(process, "", num_commands)
-        os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=10)
-        assert namespaces_of(process.pid) == []
-    assert "KeyboardInterrupt" in errors and process.returncode == -signal.SIGINT
-    assert "held" not in output and output.count("ip netns delete") == 3
-
-
 @pytest.mark.parametrize(
-    ("when", "first", "gap_s"),
+    ("line", "number"),  # of what the process says before the first signal; entering runs 19 commands
     only(
-        [("held", signal.SIGINT, None), ("held", signal.SIGTERM, None), ("ip -n", signal.SIGINT, math.inf)],
-        [
-            ("held", signal.SIGINT, None),
-            ("held", signal.SIGTERM, None),
-            *product(("held", "ip -n"), [signal.SIGINT], (0.0, 0.0003, 0.003, math.inf)),
-        ],
+        [("ip", 6), ("held", 1)],
+        [("ip", 2), ("ip", 6), ("ip", 13), ("ip", 17), ("held", 1)],
     ),
 )
-def test_an_interrupt_leaves_nothing_though_another_comes_while_deleting(
-    real_links: None, when: str, first: signal.Signals, gap_s: float | None
-) -> None:
+@pytest.mark.parametrize("first", only([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]))
+def test_interrupts_leave_nothing(real_links: None, line: str, number: int, first: signal.Signals) -> None:
     with running([], HOLD) as process:
-        wait_for(process, when)
+        wait_for(process, line, number)
         os.killpg(process.pid, first)
-        if gap_s is not None:
-            if gap_s == math.inf:
-                wait_for(process, "ip netns delete")
-            else:
-                time.sleep(gap_s)
-            os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=10)
+        wait_for(process, "ip netns delete")
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
         assert namespaces_of(process.pid) == []
-    assert ("terminated" if first is signal.SIGTERM else "KeyboardInterrupt") in errors
+    assert "KeyboardInterrupt" in errors and process.returncode != 0
 
 
 def test_stale_namespaces_are_those_of_processes_that_are_gone(real_links: None) -> None:
@@ -313,26 +282,7 @@ def test_stale_namespaces_are_those_of_processes_that_are_gone(real_links: None)
         assert namespaces_of(killed.pid) == []
         assert namespaces_of(living.pid) == kept and len(kept) == 3
         living.send_signal(signal.SIGINT)
-        living.communicate(timeout=10)
-
-
-def test_a_forked_child_does_not_delete_its_parents_link(pair: NamespacedLink) -> None:
-    before = namespaces_of(os.getpid())
-    if (pid := os.fork()) == 0:
-        try:
-            pair.__exit__(None, None, None)
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    assert namespaces_of(os.getpid()) == before
-
-
-@pytest.mark.parametrize(("rate", "mebibytes"), [("200mbit", 16), pytest.param("1gbit", 64, marks=pytest.mark.long)])
-def test_a_bulk_transfer_reaches_the_rate_and_not_more(pair: NamespacedLink, rate: str, mebibytes: int) -> None:
-    pair.shape(Rate.parse(rate))
-    nominal = Rate.parse(rate).bits_per_second
-    assert nominal is not None
-    assert closest_of_10(nominal, lambda: payload_rate(pair, mebibytes)) == pytest.approx(0.956, abs=0.05)
+        living.communicate(timeout=30)
 
 
 def test_shaping_changes_the_rate_of_open_connections(pair: NamespacedLink) -> None:
@@ -355,13 +305,6 @@ def test_shaping_changes_the_rate_of_open_connections(pair: NamespacedLink) -> N
         pair.shape(Rate(None))
         time.sleep(0.5)
         assert max(sent_bits_per_second() for _ in range(3)) > 2000 * MBIT
-
-
-def test_a_link_that_is_not_shaped_is_fast(pair: NamespacedLink) -> None:
-    pair.shape(Rate(100 * MBIT))
-    pair.shape(Rate(None))
-    pair.shape(Rate(None))
-    assert max(payload_rate(pair, 256) for _ in range(2)) > 2000 * MBIT
 
 
 def test_sent_bytes_are_those_that_were_sent(pair: NamespacedLink) -> None:

@@ -129,7 +129,7 @@ def test_a_run_saves_after_each_case_and_each_round() -> None:
         assert any(row.cold_compile_s for row in summarize(result.cases, ["none"], {}, []))
 
     cases = (Case(implementation="local"), Case(implementation="ddp-eager"))
-    settings = RunSettings(cases=cases, rounds=2, steps=1, only_steps=True)
+    settings = RunSettings(cases=cases, rounds=2, steps=1)
     world: Any = World()
     BenchmarkRun(world, FixedLink("none"), settings, lambda what: None, save).measure()
     assert saved == [(1, 0), (2, 0), (2, 2), (2, 4)]
