@@ -96,7 +96,11 @@ class RankWorld:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._close(error)
+        try:
+            self._close(error)
+        except KeyboardInterrupt:
+            self._close(error)
+            raise
 
     def start_case(self, case: Case, *, reuse_caches_of: RunningCase | None = None) -> RunningCase:
         """Fork the case's process on every rank, and connect them.
