@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ddp_compile.__main__ import main
-from ddp_compile.bench import cli, endings, rank_world
-from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
+from ddp_compile.bench import cli, rank_world
+from ddp_compile.bench.rank_world import RankWorld, WorldSettings
 from ddp_compile.bench.settings import WorkloadSettings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -113,16 +113,6 @@ def test_a_folder_that_cannot_be_deleted_is_named(
     rmtree(world.directory)
 
 
-def test_an_interrupt_does_not_hide_what_went_wrong_before_it(ended: Callable[..., tuple[int, str]]) -> None:
-    def measure() -> None:
-        try:
-            raise RankDiedError("rank 1 died")
-        finally:
-            signal.raise_signal(signal.SIGINT)
-
-    assert ended(measure) == (130, "bench: interrupted; rank 1 died\n")
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -166,13 +156,3 @@ def test_a_place_for_the_results_is_looked_for_before_measuring(
         f"bench: --output {output}: {tmp_path} cannot be written to; pass another folder\n",
     )
     assert not output.parent.exists()
-
-
-def test_a_place_for_temporary_files_is_looked_for_before_measuring(
-    ended: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-    monkeypatch.setattr(endings.tempfile, "gettempdir", raising(error))
-    status, said = ended(raising(AssertionError("measured")))
-    assert status == 2
-    assert "No usable temporary directory found in ['/tmp']; set TMPDIR to a folder" in said
