@@ -96,7 +96,7 @@ compat: $(TORCH:%=.venv-%/.installed)
 	@$(PYTHON) -m venv .venv-$*
 	@.venv-$*/bin/python -m pip install --quiet --no-compile 'torch==$*'
 	@.venv-$*/bin/python -m pip install --quiet 'setuptools>=77,<82' wheel
-	@.venv-$*/bin/python -m pip install --quiet --no-build-isolation -e '.[test,bench]'
+	@.venv-$*/bin/python -m pip install --quiet --no-build-isolation -e '.[test,bench,report]'
 	@touch $@
 
 parity: $(STAMP)

@@ -13,23 +13,19 @@ the mean and a 128th of that, as a share of the step.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from torch import nn
 
 from ddp_compile import ddp_compile
 from ddp_compile.bench.report import report_rows
 from ddp_compile.runtime.desync.model_order import ITERATIONS_BETWEEN_AGREEMENTS
 
-WORLD_SIZE = 2
 WIDTH = 64
 WARM_UP = 16
 
@@ -37,25 +33,12 @@ WARM_UP = 16
 class SaysNothing:
     """Replaces a `DesyncMonitor`: every method that a step calls does nothing."""
 
-    def forward_begins(self, kind: str) -> None:
-        pass
+    def __init__(self, monitor: Any) -> None:
+        for name in dir(monitor):
+            if not name.startswith("_") and callable(getattr(monitor, name)):
+                setattr(self, name, self._nothing)
 
-    def forward_ends(self, kind: str, outputs: Any = None) -> None:
-        pass
-
-    def backward_begins(self, after_forward: bool) -> None:
-        pass
-
-    def last_bucket_is_launched(self, plan: Any, comm_hook: str, is_shared: bool) -> None:
-        pass
-
-    def buckets_are_awaited(self) -> None:
-        pass
-
-    def compare(self) -> None:
-        pass
-
-    def iteration_ends(self, next_number: int) -> None:
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
@@ -88,26 +71,13 @@ def processor_s(model: nn.Module, monitor: Any, step_s: float) -> float:
     return taken
 
 
-def measure_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
-    """One rank; writes the differences of its pairs of steps."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    port = Path(folder) / "port"
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, WORLD_SIZE, is_master=True, wait_for_workers=False)
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-    else:
-        while not port.exists():
-            time.sleep(0.01)
-        store = dist.TCPStore("127.0.0.1", int(port.read_text()), WORLD_SIZE, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+def measure(arguments: argparse.Namespace) -> list[tuple[float, float]]:
+    """For each pair of steps, the difference, and the seconds in questions to the store."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(arguments.buckets)]
     model = ddp_compile(nn.Sequential(*layers), backend="eager", bucket_cap_mb=1e-4)
     monitor, step_s = model._ddp_compile_state.monitor, arguments.step_ms / 1000
     questions = Questions(monitor._store)
-    nothing = SaysNothing()
+    nothing = SaysNothing(monitor)
     order: list[Any] = [monitor, nothing]
     differences = []
     for _ in range(WARM_UP + arguments.pairs):
@@ -116,9 +86,7 @@ def measure_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         differences.append((taken_s[monitor] - taken_s[nothing], questions.seconds))
         order.reverse()  # the first of two costs more, whichever it is
     assert len(model.bucket_plan.buckets) == arguments.buckets
-    torch.save(differences[WARM_UP:], Path(folder) / f"rank_{rank}")
-    dist.barrier()  # rank 0 holds the store
-    dist.destroy_process_group()
+    return differences[WARM_UP:]
 
 
 def row_of(differences: list[tuple[float, float]], arguments: argparse.Namespace) -> dict[str, object]:
@@ -145,9 +113,7 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=10)
     parser.add_argument("--output", type=Path, help="CSV file (default: only print)")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure_rank, args=(folder, arguments), nprocs=WORLD_SIZE)
-        rows = [row_of(torch.load(Path(folder) / f"rank_{rank}"), arguments) for rank in range(WORLD_SIZE)]
+    rows = [row_of(differences, arguments) for differences in on_ranks(2, measure, arguments)]
     row = max(rows, key=lambda row: float(str(row["share_percent"])))
     report_rows([row], arguments.output)
 

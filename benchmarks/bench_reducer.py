@@ -9,16 +9,14 @@ two, the milliseconds of a backward (of the slower rank), and the median ratio o
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,12 +66,8 @@ def backward_s(model: nn.Module) -> float:
     return seconds
 
 
-def measure_rank(rank: int, world_size: int, store: str, count: int, rounds: int, results: str) -> None:
-    """One rank: all ways in turns. Rank 0 writes the slower rank's time in each round for each way."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+def measure(count: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each backward on the slower rank, by way; all ways in turns."""
     models = {name: make(count) for name, make in WAYS.items()}
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for i in range(WARM_UP + rounds):
@@ -84,18 +78,6 @@ def measure_rank(rank: int, world_size: int, store: str, count: int, rounds: int
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if i >= WARM_UP:
                 times[name].append(slowest.item())
-    if rank == 0:
-        torch.save(times, results)
-    dist.destroy_process_group()
-
-
-def measure(world_size: int, count: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each backward, by way."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = str(Path(folder) / "times")
-        arguments = (world_size, str(Path(folder) / "store"), count, rounds, results)
-        mp.spawn(measure_rank, args=arguments, nprocs=world_size)
-        times: dict[str, list[float]] = torch.load(results)
     return times
 
 
@@ -122,7 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for world_size in (1, 2):
-        times = measure(world_size, arguments.parameters, arguments.rounds)
+        times = on_ranks(world_size, measure, arguments.parameters, arguments.rounds)[0]
         rows += [row_of(world_size, name, times) for name in WAYS]
     report_rows(rows, arguments.output)
 

@@ -19,8 +19,8 @@ RATES = ("25gbit", "100gbit", "400gbit")
 #: For each part, whether on a simulated link, and the implementations.
 PARTS = {
     "one_rank": (False, "ddp-eager,compile-ddp,ddp_compile-forward"),
-    "simulated_link": (True, "ddp-eager,compile-ddp,ddp_compile-forward,ddp_compile-none"),
-    "simulated_link_whole": (True, "ddp-eager,ddp-unsplit,functional,ddp_compile-forward"),
+    "simulated_link": (True, "ddp-eager,compile-ddp,ddp_compile-forward,ddp_compile-backward"),
+    "simulated_link_whole": (True, "ddp-eager,functional,ddp_compile-forward,ddp_compile-none"),
 }
 ROUNDS, STEPS = 12, 2
 #: Assumed seconds of a step without communication: 2.5e12 operations in float32 on an H100. And its gradients.

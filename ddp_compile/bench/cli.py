@@ -20,7 +20,6 @@ from ddp_compile.bench.implementations import (
     ALGORITHMS,
     COMMUNICATION,
     EAGER,
-    FOR_MUON,
     IMPLEMENTATIONS,
     LOCAL,
     PEERS,
@@ -33,7 +32,7 @@ from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
 from ddp_compile.bench.results import SummaryRow, summarize
 from ddp_compile.bench.run import BenchmarkRun, Link, RunResult, RunSettings
 from ddp_compile.bench.settings import Case, WorkloadSettings
-from ddp_compile.bench.training import OPTIMIZERS, WITH_MUON
+from ddp_compile.bench.training import OPTIMIZERS
 from ddp_compile.bench.workloads import WORKLOADS
 from ddp_compile.validation.named_functions import load_function
 from ddp_compile.validation.rates import Rate
@@ -69,7 +68,6 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
         f" ddp_compile/bench/implementations.py) (default: {','.join(QUICK)}; {LOCAL} and {COMMUNICATION} are always"
         " measured)",
     )
-    parser.add_argument("--algorithms", action="store_true", help=f"ddp_compile-auto, {', '.join(ALGORITHMS)} as well")
     parser.add_argument(
         "--modes", type=_words, default=["default"], metavar="MODE,...", help=f"{', '.join(MODES)} (default: default)"
     )
@@ -87,8 +85,8 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         choices=OPTIMIZERS,
         default="sgd",
-        help="muon: Muon for the weights of linear layers but the head, AdamW for the rest; muon-float32: the same with"
-        " Newton-Schulz iterations in float32, for CPUs without bfloat16 instructions (default: %(default)s)",
+        help="muon: Muon for the weights of linear layers but the head, AdamW for the rest; on a CPU with Newton-Schulz"
+        " iterations in float32 (default: %(default)s)",
     )
 
 
@@ -96,11 +94,10 @@ def _add_surroundings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link",
         type=_rates,
-        default=[Rate.parse("1gbit"), Rate.parse("none")],
         metavar="RATE,...",
         help="rates such as 1gbit, or none for an unshaped link; real ones between CPU ranks (needs root and"
         " iproute2), simulated ones on one CUDA device; simulated:1gbit for one CPU rank on a link that takes time but"
-        " no computation (default: 1gbit,none)",
+        " no computation (default: 1gbit,none; on CUDA 1gbit)",
     )
     parser.add_argument("--ranks", type=_positive, help="number of ranks (default: 2; 1 on CUDA)")
     parser.add_argument(
@@ -119,8 +116,8 @@ def _add_surroundings(parser: argparse.ArgumentParser) -> None:
         default=2,
         help="timed steps of a turn, after one that is not timed (default: %(default)s)",
     )
-    parser.add_argument("--only-steps", action="store_true", help="no warm starts, memory, profiles or message sizes")
-    parser.add_argument("--output", type=Path, help="folder for CSV files and charts (default: runs/bench/DATE)")
+    parser.add_argument("--only-steps", action="store_true", help="no warm starts, memory or profiles")
+    parser.add_argument("--output", type=Path, help="folder for the results (default: runs/bench/DATE)")
 
 
 def command_line(arguments: argparse.Namespace) -> str:
@@ -138,12 +135,11 @@ def command_line(arguments: argparse.Namespace) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print tables, write files. Returns the exit status."""
     directory = arguments.output or Path("runs/bench") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    if arguments.link is None:
+        arguments.link = _rates("1gbit" if arguments.device == "cuda" else "1gbit,none")
     try:
-        settings, workload = _checked(arguments)
-        if arguments.device == "cuda":
-            _link_of_one_device(arguments, workload)
-        elif _is_simulated(arguments):
-            _simulated_link_on_the_cpu(arguments, workload)
+        settings, workload = _checked(arguments, directory)
+        _simulated_rates(arguments)
         check_folders(directory)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -200,22 +196,8 @@ def _measure_and_report(
     print(f"{where['machine']}, torch {where['torch']}, Python {where['python']}, commit {where['commit']}\n")
     print(format_tables(rows))
     save(result)
-    _draw(directory)
+    print(f"\nwrote {directory}: {', '.join(sorted(path.name for path in directory.iterdir()))}")
     return _report_failures(result, directory)
-
-
-def _draw(directory: Path) -> None:
-    try:
-        from ddp_compile.bench.charts import draw_charts
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        print("no charts: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
-        charts = []
-    else:
-        charts = draw_charts(directory)
-    written = [*directory.glob("*.csv"), *directory.glob("*.json"), *charts]
-    print(f"\nwrote {directory}: {', '.join(sorted(path.name for path in written))}")
 
 
 def _report_failures(result: RunResult, directory: Path) -> int:
@@ -227,18 +209,12 @@ def _report_failures(result: RunResult, directory: Path) -> int:
     return 1 if len(failed) == len(result.cases) else 0
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[RunSettings, WorkloadSettings]:
+def _checked(arguments: argparse.Namespace, directory: Path) -> tuple[RunSettings, WorkloadSettings]:
     if arguments.model not in WORKLOADS:
         load_function("model", arguments.model, WORKLOADS)
-    excluded = () if arguments.optimizer in WITH_MUON else FOR_MUON
-    every = [name for name in IMPLEMENTATIONS if name not in excluded]
-    names = every if arguments.implementations == ["all"] else arguments.implementations
-    if arguments.algorithms:
-        names = list(dict.fromkeys([*names, "ddp_compile-auto", *ALGORITHMS]))
+    names = list(IMPLEMENTATIONS) if arguments.implementations == ["all"] else arguments.implementations
     for name in names:
         implementation_named(name)
-        if name in excluded:
-            raise ValueError(f"{name} needs Muon, and --optimizer is {arguments.optimizer}; pass --optimizer muon")
     for mode in arguments.modes:
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not known; pass some of {', '.join(MODES)}")
@@ -248,7 +224,8 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunSettings, WorkloadSettin
         if find_spec(module) is None:
             raise ValueError(f"the Python package {module} is missing; pip install {module}")
     cases = make_cases(names, arguments.bucket_cap_mb, arguments.modes, arguments.no_sync_every)
-    settings = RunSettings(cases=cases, rounds=arguments.rounds, steps=arguments.steps, only_steps=arguments.only_steps)
+    traces = None if arguments.only_steps else directory
+    settings = RunSettings(cases=cases, rounds=arguments.rounds, steps=arguments.steps, traces=traces)
     workload = WorkloadSettings(
         model=arguments.model,
         depth=arguments.depth,
@@ -276,10 +253,15 @@ def make_cases(
 def _link_and_world(
     arguments: argparse.Namespace, workload: WorkloadSettings, stack: ExitStack
 ) -> tuple[Link, WorldSettings]:
+    if rates := _simulated_rates(arguments):
+        return SimulatedLink(rates), WorldSettings(
+            world_size=1,
+            workload=workload,
+            simulated_bits_per_second=rates[0].bits_per_second,
+            simulated_world_size=arguments.simulated_ranks,
+        )
     if arguments.device == "cuda":
-        return _link_of_one_device(arguments, workload)
-    if _is_simulated(arguments):
-        return _simulated_link_on_the_cpu(arguments, workload)
+        return FixedLink("none"), WorldSettings(world_size=arguments.ranks or 1, workload=workload)
     ranks = arguments.ranks or 2
     cores = len(os.sched_getaffinity(0))
     if ranks > cores:
@@ -294,44 +276,32 @@ def _link_and_world(
     return ShapedLink(namespaces, arguments.link), WorldSettings(world_size=ranks, workload=workload, link=namespaces)
 
 
-def _link_of_one_device(arguments: argparse.Namespace, workload: WorkloadSettings) -> tuple[Link, WorldSettings]:
-    ranks = arguments.ranks or 1
-    if ranks > torch.cuda.device_count():
-        raise ValueError(f"--ranks {ranks} is more than the {torch.cuda.device_count()} CUDA devices that torch sees")
-    rates = [rate for rate in arguments.link if rate.bits_per_second is not None]
+def _simulated_rates(arguments: argparse.Namespace) -> list[Rate]:
+    """The rates to simulate, in one process; empty if the ranks really communicate.
+
+    Raises:
+        ValueError: The links and ranks of this device cannot be measured together.
+    """
+    ranks, links = arguments.ranks or 1, arguments.link
+    if arguments.device == "cuda":
+        if ranks > torch.cuda.device_count():
+            raise ValueError(f"--ranks {ranks} is more than the {torch.cuda.device_count()} CUDA devices of this host")
+        rates = [rate for rate in links if rate.bits_per_second is not None]
+    else:
+        rates = [rate for rate in links if isinstance(rate, SimulatedRate)]
     if not rates:
-        return FixedLink("none"), WorldSettings(world_size=ranks, workload=workload)
-    if ranks > 1:
-        raise ValueError(f"--ranks {ranks} --link {rates[0]}: a simulated link has one real rank; pass --link none")
-    if len(rates) < len(arguments.link):
-        print("a simulated link has a rate, so 'none' is left out; measure it with --link none", file=sys.stderr)
-    return _simulated_link(rates, arguments, workload)
-
-
-def _is_simulated(arguments: argparse.Namespace) -> bool:
-    return any(isinstance(rate, SimulatedRate) for rate in arguments.link)
-
-
-def _simulated_link_on_the_cpu(arguments: argparse.Namespace, workload: WorkloadSettings) -> tuple[Link, WorldSettings]:
-    if not all(isinstance(rate, SimulatedRate) for rate in arguments.link):
-        raise ValueError("--link has simulated rates and others; a run has links of one kind, so measure them apart")
-    if (arguments.ranks or 1) > 1:
+        return []
+    if len(rates) < len(links):
         raise ValueError(
-            f"--ranks {arguments.ranks} --link simulated:...: a simulated link has one real rank; set the number of"
-            " pretended ranks with --simulated-ranks"
+            f"--link {','.join(map(str, links))} has simulated rates and others; a run has links of one kind, so"
+            " measure them apart"
         )
-    return _simulated_link(arguments.link, arguments, workload)
-
-
-def _simulated_link(
-    rates: list[Rate], arguments: argparse.Namespace, workload: WorkloadSettings
-) -> tuple[Link, WorldSettings]:
-    return SimulatedLink(rates), WorldSettings(
-        world_size=1,
-        workload=workload,
-        simulated_bits_per_second=rates[0].bits_per_second,
-        simulated_world_size=arguments.simulated_ranks,
-    )
+    if ranks > 1:
+        raise ValueError(
+            f"--ranks {ranks} --link {rates[0]}: a simulated link has one real rank; set the number of pretended ranks"
+            " with --simulated-ranks"
+        )
+    return rates
 
 
 def _positive(text: str) -> int:

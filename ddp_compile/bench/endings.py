@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from ddp_compile.bench.link import INTERRUPTS
-
+#: Signals that ask the process to end.
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Errors of the machine, with advice. Any other OSError is a bug, and its traceback is shown.
 _REFUSALS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose folders that you may write to"),

@@ -31,7 +31,6 @@ from ddp_compile.algorithms import (
 )
 from ddp_compile.bench import torch_switches
 from ddp_compile.bench.functional_replicate import FunctionalReplicate
-from ddp_compile.bench.muon_owners import let_owners_step
 from ddp_compile.bench.settings import Case
 from ddp_compile.config import SplitMode
 from ddp_compile.optim import QAdam
@@ -45,13 +44,11 @@ class Implementation:
     Args:
         forward: Called with a batch's inputs.
         no_sync: Context in which gradients accumulate locally.
-        around_step: Context of a whole step.
         prepare_optimizers: Called with the optimizers of the model's parameters; returns the optimizers to step.
     """
 
     forward: Callable[[Any], Any]
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
-    around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare_optimizers: Callable[[list[Optimizer]], list[Optimizer]] = lambda optimizers: optimizers
 
 
@@ -86,26 +83,6 @@ def _compile_ddp(model: nn.Module, case: Case) -> Implementation:
     return Implementation(forward=torch.compile(replicated, mode=case.mode), no_sync=replicated.no_sync)
 
 
-def _ddp_inner_compile(model: nn.Module, case: Case) -> Implementation:
-    model.compile(mode=case.mode)
-    return _ddp_eager(model, case)
-
-
-def _ddp_unsplit(model: nn.Module, case: Case) -> Implementation:
-    torch_switches.leave_graphs_whole()
-    return _compile_ddp(model, case)
-
-
-def _ddp_python_reducer(model: nn.Module, case: Case) -> Implementation:
-    torch_switches.use_python_reducer()
-    replicated = DistributedDataParallel(model, bucket_cap_mb=case.bucket_cap_mb)
-    return Implementation(
-        forward=torch.compile(replicated, mode=case.mode),
-        no_sync=replicated.no_sync,
-        around_step=partial(torch_switches.compiled_autograd, case.mode),
-    )
-
-
 def _functional(model: nn.Module, case: Case) -> Implementation:
     assert dist.group.WORLD is not None
     replicated = FunctionalReplicate(model, dist.group.WORLD)
@@ -113,10 +90,6 @@ def _functional(model: nn.Module, case: Case) -> Implementation:
     options = torch_switches.overlapped_all_reduces(case.bucket_cap_mb, case.mode, device)
     # Averages are part of the graph's backward, so every micro-batch is reduced.
     return Implementation(forward=torch.compile(replicated, fullgraph=True, options=options))
-
-
-def _muon_owners(model: nn.Module, case: Case) -> Implementation:
-    return replace(_ddp_inner_compile(model, case), prepare_optimizers=let_owners_step)
 
 
 def _ddp_compile(model: nn.Module, case: Case, **settings: Any) -> Implementation:
@@ -144,11 +117,7 @@ COMMUNICATION = "communication"
 PEERS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
     "ddp-eager": _ddp_eager,
     "compile-ddp": _compile_ddp,
-    "ddp-inner-compile": _ddp_inner_compile,
-    "ddp-unsplit": _ddp_unsplit,
-    "ddp-python-reducer": _ddp_python_reducer,
     "functional": _functional,
-    "muon-owners": _muon_owners,
 }
 
 OURS_PREFIX = "ddp_compile-"
@@ -175,8 +144,6 @@ ALGORITHMS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
 
 #: Implementations without a mode, since they do not compile.
 EAGER = {"ddp-eager", COMMUNICATION}
-#: Implementations that need Muon.
-FOR_MUON = {"muon-owners"}
 #: Implementations without buckets.
 WITHOUT_BUCKETS = {LOCAL}
 

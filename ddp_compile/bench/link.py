@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddp_compile.validation.rates import Rate
@@ -43,8 +40,6 @@ _MTU_BYTES = 1500
 _CONGESTION_CONTROL = "cubic"
 _NAME = re.compile(r"ddpbench-(?P<pid>\d+)-\d+-(hub|rank\d+)")
 _SUBNET = "10.77.0"
-#: Signals that ask the process to end.
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _counter = itertools.count()
 
 
@@ -72,9 +67,8 @@ class NamespacedLink:
     Each rank has one address, on `interface`, and a loopback. Nothing appears among the machine's own interfaces. Only
     sending is shaped, so several ranks that send to one at the same time can exceed its rate.
 
-    Leaving the context removes the network from processes that still use it. Signals that arrive while namespaces are
-    made or deleted wait until that is done. In between, SIGTERM and SIGHUP end the process without cleaning up unless
-    the caller turns them into an exception; `remove_stale` deletes the namespaces of killed processes.
+    Leaving the context removes the network from processes that still use it. `remove_stale` deletes the namespaces of
+    processes that ended without leaving it.
 
     Raises:
         ValueError: The world size, or the rank given to a method, is outside its limits.
@@ -87,22 +81,28 @@ class NamespacedLink:
         if not 1 <= world_size <= 254:
             raise ValueError(f"world_size={world_size} must be between 1 and 254, the addresses of one /24")
         self._world_size = world_size
-        self._owner_pid = 0
         self._prefix: str | None = None
 
     def __enter__(self) -> NamespacedLink:
         if self._prefix is not None:
             raise LinkError("this link has been entered already; make a second NamespacedLink")
         try:
-            with signals_held():
-                self._make()
+            self._make()
         except BaseException as error:
-            self._delete(error)
+            self.__exit__(type(error), error, None)
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._delete(error)
+        try:
+            self._delete()
+        except LinkError as failure:
+            if error is None:
+                raise
+            error.add_note(f"and the link was not deleted: {failure}")
+        except BaseException:  # an interrupt, in the middle of it
+            self._delete()
+            raise
 
     def address(self, rank: int) -> str:
         """The rank's IPv4 address. It is the same in every link, since links cannot reach each other."""
@@ -142,11 +142,7 @@ class NamespacedLink:
         return f"{self._prefix}rank{rank}"
 
     def _make(self) -> None:
-        self._owner_pid, self._prefix = os.getpid(), _unused_prefix()
-        # For an interrupt between two statements, as on the way into __exit__, where nothing catches it. Twice, because
-        # another interrupt that is pending when the first call begins ends that call before its first statement.
-        for _ in range(2):
-            atexit.register(self._delete)
+        self._prefix = _unused_prefix()
         hub, mtu = f"{self._prefix}hub", str(_MTU_BYTES)
         _make_namespace(hub)
         _run("ip", "-n", hub, "link", "add", "name", "bridge0", "type", "bridge")
@@ -164,24 +160,10 @@ class NamespacedLink:
             route = [f"{_SUBNET}.0/24", "dev", self.interface, "proto", "kernel", "scope", "link", "src", address]
             _run("ip", "-n", namespace, "route", "replace", *route, "congctl", _CONGESTION_CONTROL)
 
-    def _delete(self, error: BaseException | None = None) -> None:
-        # A forked child inherits this object, but its exit must not delete the parent's link.
-        if self._prefix is None or os.getpid() != self._owner_pid:
-            return
-        try:
-            with signals_held():
-                _delete_namespaces([name for name in _namespaces() if name.startswith(self._prefix)])
-                self._prefix = None
-                atexit.unregister(self._delete)
-        except LinkError as failure:
-            if error is None:
-                raise
-            error.add_note(f"and the link was not deleted: {failure}")
-        except BaseException:
-            # An interrupt that was held until now, or that came just before signals were held, with everything still
-            # there.
-            self._delete(error)
-            raise
+    def _delete(self) -> None:
+        if self._prefix is not None:
+            _delete_namespaces([name for name in _namespaces() if name.startswith(self._prefix)])
+            self._prefix = None
 
 
 def _is_alive(pid: int) -> bool:
@@ -228,41 +210,14 @@ def _delete_namespaces(names: Sequence[str]) -> list[str]:
     return deleted
 
 
-@contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Make signals that end the process, or raise in it, take effect only at the end of the block.
-
-    Blocking them is not enough: another thread then takes the signal, and the handler still runs in the main thread.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()  # only the main thread is ever interrupted
-    received: list[int] = []
-    try:
-        with contextlib.ExitStack() as restore:
-            for held in INTERRUPTS if in_main_thread else ():
-                handler = signal.getsignal(held)
-                # None is a handler that was not installed from Python and cannot be restored.
-                if handler is not None and handler is not signal.SIG_IGN:
-                    restore.callback(signal.signal, held, handler)
-                    signal.signal(held, lambda number, frame: received.append(number))
-            yield
-    finally:
-        for number in received:
-            signal.raise_signal(number)
-
-
 def _run(*command: str) -> str:
     """The standard output of a command."""
     shown = shlex.join(command)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        # Ctrl-C goes to the terminal's whole process group, but the command must survive it. So it runs in its own
-        # session and, until it has one, with the inherited signal mask.
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+        # Ctrl-C goes to the terminal's whole process group, but a command that cleans up must survive it.
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, start_new_session=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LinkError(f"could not run `{shown}`: {error}. Links need iproute2") from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if done.returncode != 0:
         raise LinkError(
             f"`{shown}` failed with exit status {done.returncode}: {done.stderr.strip()}."

@@ -1,13 +1,13 @@
-"""One step under torch.profiler, with hooks on the parameters, and its peak memory."""
+"""One step under torch.profiler, and its peak memory."""
 
 from __future__ import annotations
 
 import gc
+import gzip
 import json
 import math
-import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -20,58 +20,31 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ddp_compile.bench.settings import Profiled
 from ddp_compile.bench.training import Training
 
-# Note [Each communication once]
+# Note [Each all-reduce once]
 # A trace has several events of one all-reduce: its launch (an operator, or the simulated group's range), the process
-# group's own range, on a GPU a copy of every range whose kernels run there, and the kernel. Launches are counted, and
-# the group's range gives the bytes. The timeline shows when the communication runs: a kernel if there is one, and
-# gloo's range, but not NCCL's, which ends as soon as the kernel has been queued. The copies are ignored.
-# gloo's messages, which carry a sharded optimizer's shards, are in no trace: see `unprofiled_messages`. The timeline
-# shows them from their start until the reducer waits for them.
+# group's own range, and on a GPU a copy of every range whose kernels run there. Launches are counted, the group's range
+# gives the bytes, and the copies are ignored.
 _COPY_ON_GPU = "gpu_user_annotation"
-_STEP = "ddp_compile_bench::step"
 _CENSUS = "ddp_compile_bench::census"
-_REDUCER = "ddp_compile::bucket_"
 _LAUNCHES = {"c10d::allreduce_", "simulated::all_reduce"}
-#: Parts of names: NCCL's kernels, and the one that a simulated link waits with.
-_COMMUNICATION_KERNELS = ("AllReduce", "ReduceScatter", "AllGather", "spin_kernel")
-_OF_SHARDS = re.compile(rf"{_REDUCER}(\d+)_(launch|wait|gather|gather_wait)")
 _ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
 
-def profile_step(training: Training, parameters: Sequence[Parameter]) -> Profiled:
-    """Run two more steps: one with hooks on the parameters, one under the profiler."""
-    ready = _ready_times(training, parameters)
+def profile_step(training: Training, trace: Path) -> Profiled:
+    """Run one more step under the profiler.
+
+    Args:
+        training: What takes the step.
+        trace: File for the profiler's trace, which Perfetto shows; ends with ``.json.gz``.
+    """
     activities = [ProfilerActivity.CPU]
     if training.clock.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with _traced_events(activities=activities, record_shapes=True) as events, record_function(_STEP):
-        marks = training.step()
+    with _traced_events(trace, activities=activities, record_shapes=True) as events:
+        training.step()
         training.clock.settle()
-    begin_us = next(event["ts"] for event in events if event["name"] == _STEP and event["ph"] == "X")
-
-    def ms(mark: Any) -> float:
-        return 1000 * training.clock.elapsed_s(marks.start, mark)
-
-    lanes: list[dict[str, float | str]] = []
-    before = 0.0
-    for forward, backward in zip(marks.forwards, marks.backwards, strict=True):
-        lanes += [_event("compute", "forward", before, ms(forward))]
-        lanes += [_event("compute", "backward", ms(forward), ms(backward))]
-        before = ms(backward)
-    lanes += [_event("compute", "optimizer", before, ms(marks.end))]
-    for event in events:
-        lane = _lane_of(event)
-        if lane is not None:
-            start = (event["ts"] - begin_us) / 1000
-            lanes.append(_event(lane, event["name"], start, start + event["dur"] / 1000))
-    if not any(lane["lane"] == "communication" for lane in lanes):
-        lanes += _shards_under_way(lanes, ms(marks.end))
     return Profiled(
-        step_ms=ms(marks.end),
-        num_all_reduces=sum(event["name"] in _LAUNCHES for event in events),
-        payload_bytes=_payload_bytes(events),
-        events=lanes,
-        ready=ready,
+        num_all_reduces=sum(event["name"] in _LAUNCHES for event in events), payload_bytes=_payload_bytes(events)
     )
 
 
@@ -96,7 +69,10 @@ def peak_live_bytes(training: Training, parameters: Sequence[Parameter]) -> int:
             census = live_bytes(parameters)
 
     hook = training.optimizers[0].register_step_pre_hook(count)
-    with _traced_events(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _traced_events(Path(folder, "trace.json.gz"), activities=[ProfilerActivity.CPU], profile_memory=True) as events,
+    ):
         training.step()
     hook.remove()
     counted_us = next(event["ts"] for event in events if event["name"] == _CENSUS and event["ph"] == "X")
@@ -130,42 +106,16 @@ def live_bytes(parameters: Sequence[Parameter]) -> int:
     return num_bytes
 
 
-def allocated_bytes(run: Callable[[], object]) -> int:
-    """Bytes that the CPU's allocator has given out during ``run`` and has not got back at its end."""
-    with _traced_events(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
-        run()
-    return sum(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")
-
-
 @contextmanager
-def _traced_events(**arguments: Any) -> Iterator[list[dict[str, Any]]]:
+def _traced_events(trace: Path, **arguments: Any) -> Iterator[list[dict[str, Any]]]:
+    """A list that has the trace's events at the end of the block."""
     events: list[dict[str, Any]] = []
     with profile(**arguments) as profiler:
         yield events
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        traced = json.loads(path.read_text())["traceEvents"]
-    events += [event for event in traced if event.get("cat") != _COPY_ON_GPU]  # see Note [Each communication once]
-
-
-def _ready_times(training: Training, parameters: Sequence[Parameter]) -> list[tuple[float, int]]:
-    """Milliseconds from the end of the (last) forward to each gradient's arrival, with the gradient's bytes."""
-    marks: list[tuple[Any, int]] = []
-
-    def note(parameter: Parameter) -> None:
-        marks.append((training.clock.now(), parameter.numel() * parameter.element_size()))
-
-    hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]
-    training.step()  # some implementations compile again because of the hooks
-    marks.clear()
-    step = training.step()
-    training.clock.settle()
-    for hook in hooks:
-        hook.remove()
-    begin = step.forwards[-1]
-    arrived = [(1000 * training.clock.elapsed_s(begin, mark), num_bytes) for mark, num_bytes in marks]
-    return [(ms, num_bytes) for ms, num_bytes in arrived if ms >= 0 and not math.isnan(ms)]
+    profiler.export_chrome_trace(str(trace))
+    with gzip.open(trace) as file:
+        traced = json.load(file)["traceEvents"]
+    events += [event for event in traced if event.get("cat") != _COPY_ON_GPU]  # see Note [Each all-reduce once]
 
 
 def _payload_bytes(events: Sequence[dict[str, Any]]) -> int | None:
@@ -181,43 +131,3 @@ def _payload_bytes(events: Sequence[dict[str, Any]]) -> int | None:
                 return None
             total += sum(math.prod(shape) * _ITEM_BYTES[kind] for shape, kind in zip(shapes, kinds, strict=True))
     return total or None
-
-
-def _lane_of(event: dict[str, Any]) -> str | None:
-    if event.get("ph") != "X":
-        return None
-    name = event["name"]
-    if name.startswith(_REDUCER):
-        return "reducer"
-    # See Note [Each communication once].
-    if event.get("cat") == "kernel":
-        communicates = any(part in name for part in _COMMUNICATION_KERNELS)
-    else:
-        communicates = name == "gloo:all_reduce"
-    return "communication" if communicates else None
-
-
-def _shards_under_way(lanes: Sequence[dict[str, Any]], end_ms: float) -> list[dict[str, float | str]]:
-    """Reduce-scatters and all-gathers, from the start until they have been waited for.
-
-    Gathers are started by one step's optimizer and waited for in the forward of the next step.
-    """
-    started: dict[tuple[str, str], float] = {}
-    spans = []
-    in_order = [lane for lane in lanes if lane["lane"] == "reducer"]
-    if not any("gather" in lane["name"] for lane in in_order):
-        return []
-    for lane in sorted(in_order, key=lambda lane: lane["start_ms"]):
-        if (match := _OF_SHARDS.fullmatch(lane["name"])) is None:
-            continue
-        bucket, what = match.groups()
-        kind = "all-gather" if "gather" in what else "reduce-scatter"
-        if what in ("launch", "gather"):
-            started[bucket, kind] = lane["start_ms"]
-        else:
-            spans.append(_event("communication", kind, started.pop((bucket, kind), 0.0), lane["end_ms"]))
-    return spans + [_event("communication", kind, start, end_ms) for (_, kind), start in started.items()]
-
-
-def _event(lane: str, name: str, start_ms: float, end_ms: float) -> dict[str, float | str]:
-    return {"lane": lane, "name": name, "start_ms": start_ms, "end_ms": end_ms}

@@ -14,6 +14,7 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -71,10 +72,13 @@ class RankCase:
         assert self.target is not None
         return timed_steps(self.target, num_warm, num_steps)
 
-    def profile(self) -> Profiled:
-        """Profile one step; see `profile_step`."""
+    def profile(self, trace: Path) -> Profiled:
+        """Profile one step; rank 0 writes the trace, see `profile_step`."""
         assert isinstance(self.target, Training)
-        return profile_step(self.target, self.parameters)
+        if self.context.rank:
+            trace = Path(self.context.cache_dir) / "trace.json.gz"
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        return profile_step(self.target, trace)
 
     def loss(self) -> float:
         """Mean over the ranks of the last step's loss."""

@@ -19,7 +19,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_compile.bench.link import NamespacedLink, signals_held
+from ddp_compile.bench.link import NamespacedLink
 from ddp_compile.bench.rank_process import Failure
 from ddp_compile.bench.settings import Case, RankContext, WorkloadSettings
 
@@ -77,8 +77,8 @@ class WorldSettings:
 class RankWorld:
     """One host process for each rank, and the case processes that were forked from them.
 
-    Leaving the context kills them all and deletes their temporary folder; signals wait until that is done. If the
-    folder cannot be deleted, a warning says so, or a note on the exception that ended the run.
+    Leaving the context kills them all and deletes their temporary folder. If the folder cannot be deleted, a warning
+    says so, or a note on the exception that ended the run.
     """
 
     def __init__(self, settings: WorldSettings) -> None:
@@ -96,7 +96,11 @@ class RankWorld:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._close(error)
+        try:
+            self._close(error)
+        except KeyboardInterrupt:
+            self._close(error)
+            raise
 
     def start_case(self, case: Case, *, reuse_caches_of: RunningCase | None = None) -> RunningCase:
         """Fork the case's process on every rank, and connect them.
@@ -148,16 +152,15 @@ class RankWorld:
             self._receive_from_host(rank)
 
     def _close(self, error: BaseException | None) -> None:
-        with signals_held():
-            self._kill_hosts()
-            left = self._delete_folder()
-            if left is None:
-                return
-            message = f"the temporary folder {left} could not be deleted; delete it yourself"
-            if error is None:
-                warnings.warn(message, stacklevel=3)
-            else:
-                error.add_note(message)
+        self._kill_hosts()
+        left = self._delete_folder()
+        if left is None:
+            return
+        message = f"the temporary folder {left} could not be deleted; delete it yourself"
+        if error is None:
+            warnings.warn(message, stacklevel=3)
+        else:
+            error.add_note(message)
 
     def _delete_folder(self) -> Path | None:
         """Returns the folder if it could not be deleted."""

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import platform
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from tabulate import tabulate
 
 from ddp_compile import __version__
 from ddp_compile.bench.provenance import commit, processor
-from ddp_compile.bench.results import SUMMARY_COLUMNS, SummaryRow
+from ddp_compile.bench.results import IDENTITY_COLUMNS, SUMMARY_COLUMNS, SummaryRow, identity
 from ddp_compile.bench.run import RunResult
 
 RUN_COLUMNS = ["model", "parameters", "world_size"]
@@ -79,8 +78,7 @@ def write_files(
 ) -> None:
     """Write all figures of a run, with their provenance.
 
-    The files: provenance.json, summary.csv, steps.csv, messages.csv, ready.csv, timeline.json and, if anything failed,
-    failures.txt.
+    The files: provenance.json, summary.csv, steps.csv and, if anything failed, failures.txt.
 
     Args:
         directory: Made if it is not there.
@@ -99,20 +97,9 @@ def write_files(
     )
     write_csv(
         directory / "steps.csv",
-        ["link", "implementation", "mode", "bucket_cap_mb", "round", "step", *_STEP_COLUMNS],
+        [*IDENTITY_COLUMNS, "round", "step", *_STEP_COLUMNS],
         _step_rows(result),
     )
-    write_csv(
-        directory / "messages.csv",
-        ["link", "message_bytes", "all_reduce_ms", "all_reduce_ms_p25", "all_reduce_ms_p75", "cpu_ms"],
-        _message_rows(result),
-    )
-    write_csv(
-        directory / "ready.csv",
-        ["implementation", "mode", "bucket_cap_mb", "link", "ms", "ready_mib"],
-        _ready_rows(result),
-    )
-    (directory / "timeline.json").write_text(json.dumps(_timelines(result), indent=1))
     failures = [f"{case.case}\n{case.traceback}" for case in result.cases if case.error is not None]
     (directory / "failures.txt").unlink(missing_ok=True)
     if failures:
@@ -168,44 +155,4 @@ def _step_rows(result: RunResult) -> Iterable[dict[str, Any]]:
             for number, turn in enumerate(rounds):
                 for i, step in enumerate(turn):
                     times = {name: 1000 * getattr(step, name.replace("_ms", "_s")) for name in _STEP_COLUMNS}
-                    yield {**_identity(case.case, link), "round": number, "step": i, **times}
-
-
-def _message_rows(result: RunResult) -> Iterable[dict[str, Any]]:
-    for link, sizes in result.messages.items():
-        for num_bytes, steps in sizes.items():
-            low, median, high = statistics.quantiles((1000 * step.step_s for step in steps), n=4, method="inclusive")
-            yield {
-                "link": link,
-                "message_bytes": num_bytes,
-                "all_reduce_ms": median,
-                "all_reduce_ms_p25": low,
-                "all_reduce_ms_p75": high,
-                "cpu_ms": 1000 * statistics.median(step.cpu_s for step in steps),
-            }
-
-
-def _ready_rows(result: RunResult) -> Iterable[dict[str, Any]]:
-    for case in result.cases:
-        for link, profile in case.profiles.items():
-            ready = 0
-            for ms, num_bytes in sorted(profile.ready):
-                ready += num_bytes
-                yield {**_identity(case.case, link), "ms": ms, "ready_mib": ready / 2**20}
-
-
-def _timelines(result: RunResult) -> list[dict[str, Any]]:
-    return [
-        {**_identity(case.case, link), "step_ms": profile.step_ms, "events": profile.events}
-        for case in result.cases
-        for link, profile in case.profiles.items()
-    ]
-
-
-def _identity(case: Any, link: str) -> dict[str, Any]:
-    return {
-        "implementation": case.implementation,
-        "mode": case.mode,
-        "bucket_cap_mb": case.bucket_cap_mb,
-        "link": link,
-    }
+                    yield {**identity(case.case, link), "round": number, "step": i, **times}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ddp_compile.bench.implementations import COMMUNICATION, EAGER, LOCAL
@@ -91,6 +91,7 @@ class SummaryRow:
 
 
 SUMMARY_COLUMNS = [f.name for f in fields(SummaryRow)]
+IDENTITY_COLUMNS = ["link", *(f.name for f in fields(Case))]
 
 
 def ideal_step_s(local: CaseResult, communication: CaseResult, link: str, on_cpu: bool = True) -> float:
@@ -192,17 +193,12 @@ def _find(measured: Sequence[CaseResult], implementation: str, **settings: objec
 
 def _failed_row(result: CaseResult, link: str) -> SummaryRow:
     figures = _figures_of_the_case(result, link)
-    return SummaryRow(**_identity(result.case, link), **figures, status="failed", error=result.error or "not measured")
+    return SummaryRow(**identity(result.case, link), **figures, status="failed", error=result.error or "not measured")
 
 
-def _identity(case: Case, link: str) -> dict[str, Any]:
-    return {
-        "link": link,
-        "implementation": case.implementation,
-        "mode": case.mode,
-        "bucket_cap_mb": case.bucket_cap_mb,
-        "no_sync_every": case.no_sync_every,
-    }
+def identity(case: Case, link: str) -> dict[str, Any]:
+    """Values of `IDENTITY_COLUMNS`."""
+    return {"link": link, **asdict(case)}
 
 
 def _row(
@@ -232,7 +228,7 @@ def _row(
             figures["exposed_ms"] = 1000 * (result.median(link) - local.median(link))
     figures |= _figures_of_the_case(result, link)
     # A failure after the last round, in a profile or a warm start, leaves the timings valid.
-    return SummaryRow(**_identity(case, link), **figures, achieved_gbit=achieved, error=result.error or "")
+    return SummaryRow(**identity(case, link), **figures, achieved_gbit=achieved, error=result.error or "")
 
 
 def _figures_of_the_case(result: CaseResult, link: str) -> dict[str, Any]:

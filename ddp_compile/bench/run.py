@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from ddp_compile.bench.implementations import COMMUNICATION
@@ -15,10 +17,8 @@ from ddp_compile.bench.settings import Case, Prepared, StepRecord
 
 #: Steps at the start of a turn that are not timed.
 NUM_WARM_STEPS = 1
-MESSAGE_BYTES = tuple(2**exponent for exponent in range(11, 26, 2))
-#: A size is repeated for about this long, with a lower and an upper bound on how often.
-MESSAGE_S = 0.4
-MESSAGE_REPEATS = (5, 200)
+#: The all-reduces from which a link's rate is computed: bytes, and how many.
+RATE_BYTES, RATE_REPEATS = 2**25, 5
 
 
 class Link(Protocol):
@@ -42,13 +42,13 @@ class RunSettings:
         cases: What to measure; ``local`` and ``communication`` among them.
         rounds: Turns of each case on each link.
         steps: Timed steps of a turn.
-        only_steps: Leave out warm starts, memory, profiles and message sizes.
+        traces: Folder for profilers' traces. If None, only steps are timed: no warm starts, memory or profiles.
     """
 
     cases: tuple[Case, ...]
     rounds: int
     steps: int
-    only_steps: bool = False
+    traces: Path | None = None
 
 
 @dataclass
@@ -57,13 +57,11 @@ class RunResult:
 
     Args:
         cases: By case, in the order of the settings.
-        achieved_gbit: Rate of all-reduces of the largest message, by link.
-        messages: For each link and message size in bytes, the timed all-reduces.
+        achieved_gbit: Rate of large all-reduces, by link.
     """
 
     cases: list[CaseResult]
     achieved_gbit: dict[str, float] = field(default_factory=dict)
-    messages: dict[str, dict[int, list[StepRecord]]] = field(default_factory=dict)
 
 
 class BenchmarkRun:
@@ -97,8 +95,8 @@ class BenchmarkRun:
     def num_stages(self) -> int:
         """How often ``progress`` is called, if nothing fails."""
         cases = len(self.settings.cases)
-        stages_of_link = self.settings.rounds * cases + (0 if self.settings.only_steps else 1)
-        return cases + len(self.link.names()) * stages_of_link + (0 if self.settings.only_steps else cases)
+        profiles = self.settings.traces is not None
+        return cases + len(self.link.names()) * (self.settings.rounds * cases + profiles) + profiles * cases
 
     def measure(self) -> RunResult:
         """Measure everything.
@@ -116,10 +114,10 @@ class BenchmarkRun:
             self.save(self.result)
         for name in self.link.names():
             self._measure_link(name)
-        if not self.settings.only_steps:
-            # After all timed steps, since hooks and profilers slow later ones down.
+        if self.settings.traces is not None:
+            # After all timed steps, since profilers slow later ones down.
             for name in self.link.names():
-                self._profile_link(name)
+                self._profile_link(name, self.settings.traces)
             for result in self._living():
                 self.progress(f"warm start of {result.case}")
                 with self._marking_failure(result):
@@ -143,17 +141,17 @@ class BenchmarkRun:
                 with self._marking_failure(result):
                     result.loss = self._running[result.case].ask("loss")[0]
 
-    def _profile_link(self, name: str) -> None:
+    def _profile_link(self, name: str, traces: Path) -> None:
         self.link.set_rate(name, list(self._running.values()))
-        self.progress(f"{name}: message sizes and profiles")
+        self.progress(f"{name}: profiles")
         for result in self._living():
+            if result.case.implementation == COMMUNICATION:
+                continue
             with self._marking_failure(result):
                 running = self._running[result.case]
-                if result.case.implementation != COMMUNICATION:
-                    result.profiles[name] = running.ask("profile")[0]
-                    result.peak_bytes = max(running.ask("peak_bytes"))
-                elif name not in self.result.messages:
-                    self._measure_messages(name, running)
+                file = re.sub(r"[^\w.-]+", "_", f"trace_{name}_{result.case}") + ".json.gz"
+                result.profiles[name] = running.ask("profile", trace=traces / file)[0]
+                result.peak_bytes = max(running.ask("peak_bytes"))
 
     def _take_turn(self, result: CaseResult, name: str) -> None:
         sent_before = self.link.sent_bytes()
@@ -163,26 +161,14 @@ class BenchmarkRun:
         if sent_before is not None and sent_after is not None:
             result.sent_bytes[name] = (sent_after - sent_before) / (NUM_WARM_STEPS + self.settings.steps)
 
-    def _measure_messages(self, name: str, communication: RunningCase) -> None:
-        times = self.result.messages.setdefault(name, {})
-        for num_bytes in MESSAGE_BYTES:
-            least, most = MESSAGE_REPEATS
-            first = self._time_all_reduces(communication, num_bytes, least)
-            once_s = statistics.median(step.step_s for step in first)
-            repeats = min(most, max(least, round(MESSAGE_S / once_s)))
-            times[num_bytes] = self._time_all_reduces(communication, num_bytes, repeats) if repeats > least else first
-
     def _measure_rate(self, name: str, communication: RunningCase) -> None:
         ranks = self.world.settings.num_communicating_ranks
         if ranks > 1:
-            times = self._time_all_reduces(communication, MESSAGE_BYTES[-1], MESSAGE_REPEATS[0])
+            answers = communication.ask("time_all_reduce", num_bytes=RATE_BYTES, repeats=RATE_REPEATS)
+            slowest = [max(rank.step_s for rank in step) for step in zip(*answers, strict=True)]
             # Sent by each rank of a ring.
-            bits = 8 * MESSAGE_BYTES[-1] * 2 * (ranks - 1) / ranks
-            self.result.achieved_gbit[name] = bits / statistics.median(step.step_s for step in times) / 1e9
-
-    def _time_all_reduces(self, communication: RunningCase, num_bytes: int, repeats: int) -> list[StepRecord]:
-        answers = communication.ask("time_all_reduce", num_bytes=num_bytes, repeats=repeats)
-        return [_over_ranks(step) for step in zip(*answers, strict=True)]
+            bits = 8 * RATE_BYTES * 2 * (ranks - 1) / ranks
+            self.result.achieved_gbit[name] = bits / statistics.median(slowest) / 1e9
 
     def _measure_warm_start(self, result: CaseResult) -> None:
         if result.case.implementation == COMMUNICATION:

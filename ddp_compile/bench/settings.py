@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,18 +112,12 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profiled:
-    """One profiled step of one rank; times in milliseconds since the step began.
+    """One profiled step of one rank.
 
     Args:
-        step_ms: Length of the step under the profiler.
-        events: Dicts of lane, name, start_ms, end_ms.
         num_all_reduces: All-reduces that were launched.
         payload_bytes: Bytes that they reduced; None if the profiler does not say.
-        ready: When each parameter's gradient had been accumulated, since the last forward ended, and its bytes.
     """
 
-    step_ms: float
     num_all_reduces: int
     payload_bytes: int | None
-    events: list[dict[str, float | str]] = field(default_factory=list)
-    ready: list[tuple[float, int]] = field(default_factory=list)

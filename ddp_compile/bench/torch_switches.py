@@ -1,41 +1,17 @@
-"""Private settings of torch that its own ways to train need. Tested with torch 2.13.
-
-Each case has its own processes, so these settings do not reach other cases.
-"""
+"""Private parts of torch that the benchmark needs. Tested with torch 2.13."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._dynamo.compiled_autograd
-import torch._dynamo.config
 import torch._dynamo.utils
-
-_MIB = 2**20
 
 
 def import_compilers() -> None:
     """Import what the first compilation imports."""
     import torch._inductor.compile_fx  # noqa: F401
-
-
-def leave_graphs_whole() -> None:
-    """Switch DDPOptimizer off."""
-    torch._dynamo.config.optimize_ddp = False
-
-
-def use_python_reducer() -> None:
-    """Make DistributedDataParallel modules reduce in Python from now on, so that compiled autograd sees it."""
-    torch._dynamo.config.optimize_ddp = "python_reducer"
-
-
-def compiled_autograd(mode: str) -> AbstractContextManager[Any]:
-    """Compile backwards as the engine runs them."""
-    return torch._dynamo.compiled_autograd._enable(torch.compile(mode=mode))
 
 
 def num_compiled_graphs() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,9 +17,7 @@ from ddp_compile.bench.settings import StepRecord, WorkloadSettings
 from ddp_compile.bench.workloads import Workload
 
 NUM_BATCHES = 8
-#: Optimizers that have Muon.
-WITH_MUON = ("muon", "muon-float32")
-OPTIMIZERS = ("sgd", "adamw", *WITH_MUON)
+OPTIMIZERS = ("sgd", "adamw", "muon")
 
 
 class Clock:
@@ -91,7 +89,7 @@ class Training:
         self.batches = [_moved(workload.make_batch(generator), settings.device) for _ in range(NUM_BATCHES)]
         self.optimizers = implementation.prepare_optimizers(make_optimizers(settings.optimizer, model))
         self.around_optimizers: Callable[[], AbstractContextManager[Any]] = (
-            Float32NewtonSchulz if settings.optimizer == "muon-float32" else nullcontext
+            Float32NewtonSchulz if settings.optimizer == "muon" and settings.device == "cpu" else nullcontext
         )
         self.num_steps = 0
         self.loss: Tensor | None = None
@@ -101,21 +99,18 @@ class Training:
         forwards, backwards = [], []
         cpu_start = time.process_time()
         start = clock.now()
-        with implementation.around_step():
-            for micro_batch in range(self.micro_batches):
-                inputs, targets = self.batches[(self.num_steps * self.micro_batches + micro_batch) % NUM_BATCHES]
-                with ExitStack() as stack:
-                    if micro_batch < self.micro_batches - 1:
-                        stack.enter_context(implementation.no_sync())
-                    self.loss = self.loss_function(implementation.forward(inputs), targets)
-                    forwards.append(clock.now())
-                    self.loss.backward()
-                    backwards.append(clock.now())
-            with self.around_optimizers():
-                for optimizer in self.optimizers:
-                    optimizer.step()
+        for micro_batch in range(self.micro_batches):
+            inputs, targets = self.batches[(self.num_steps * self.micro_batches + micro_batch) % NUM_BATCHES]
+            with implementation.no_sync() if micro_batch < self.micro_batches - 1 else nullcontext():
+                self.loss = self.loss_function(implementation.forward(inputs), targets)
+                forwards.append(clock.now())
+                self.loss.backward()
+                backwards.append(clock.now())
+        with self.around_optimizers():
             for optimizer in self.optimizers:
-                optimizer.zero_grad()
+                optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         self.num_steps += 1
         return Marks(start, forwards, backwards, clock.now(), time.process_time() - cpu_start)
 
@@ -174,8 +169,7 @@ def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     """The optimizers of all parameters of a model; fused if torch has that, to take the smallest share of the time.
 
     Args:
-        name: One of `OPTIMIZERS`; those of `WITH_MUON` are Muon for `hidden_matrices`, and AdamW for the other
-            parameters, if any. Steps of "muon-float32" need `Float32NewtonSchulz` around them.
+        name: One of `OPTIMIZERS`; "muon" is Muon for `hidden_matrices`, and AdamW for the other parameters, if any.
         model: The model.
 
     Raises:
@@ -185,7 +179,7 @@ def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)]
     if name == "adamw":
         return [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)]
-    if name not in WITH_MUON:
+    if name != "muon":
         raise ValueError(f"optimizer={name!r} is not known; pass one of {', '.join(OPTIMIZERS)}")
     matrices = hidden_matrices(model)
     if not matrices:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from ddp_compile.bench.link import unavailable_reason
 
@@ -21,15 +20,6 @@ ENVIRONMENT = {**os.environ, **QUICK_COMPILES}
 BENCH = ["bench", "--model", "bench_entries:tiny"]
 
 
-class Done(NamedTuple):
-    """A run that has ended."""
-
-    pid: int
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "ddp_compile", *BENCH, *arguments],
@@ -40,12 +30,6 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,  # as in a terminal of its own, where a Ctrl-C reaches the whole process group
     )
-
-
-def bench(*arguments: str) -> Done:
-    process = start(*arguments)
-    output, errors = process.communicate(timeout=240)
-    return Done(process.pid, process.returncode, output, errors)
 
 
 def left_behind(pid: int) -> list[str]:

@@ -67,7 +67,7 @@ def test_an_interrupt_cleans_up_though_it_is_repeated(
         (["--implementations", ""], "name at least one"),
         (["--device", "cuda"], "torch sees no CUDA device"),
         (["--link", "simulated:none"], "simulated:none: a simulated link has a rate"),
-        (["--link", "simulated:1gbit,none"], "--link has simulated rates and others"),
+        (["--link", "simulated:1gbit,none"], "--link simulated:1gbit,none has simulated rates and others"),
         (
             ["--link", "simulated:1gbit", "--ranks", "2"],
             "a simulated link has one real rank; set the number of pretended ranks with --simulated-ranks",

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ddp_compile.__main__ import main
-from ddp_compile.bench import cli, endings, rank_world
-from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
+from ddp_compile.bench import cli, rank_world
+from ddp_compile.bench.rank_world import RankWorld, WorldSettings
 from ddp_compile.bench.settings import WorkloadSettings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -79,57 +79,38 @@ def test_a_signal_that_was_ignored_still_is(ended: Callable[..., tuple[int, str]
 def test_a_world_deletes_its_folder_though_interrupted_or_while_others_write_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rmtree, late = shutil.rmtree, ["a process that was killed is not gone yet"]
+    rmtree, late, interrupts = shutil.rmtree, ["a process that was killed is not gone yet"], [signal.SIGINT]
 
-    def interrupted(*arguments: Any, **others: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-        rmtree(*arguments, **others)
-
-    def outrun(path: str, *arguments: Any, **others: Any) -> None:
+    def disturbed(path: str, *arguments: Any, **others: Any) -> None:
+        if interrupts:
+            signal.raise_signal(interrupts.pop())
         if late:
             (Path(path) / "late").write_text(late.pop())
         else:
             rmtree(path, *arguments, **others)
 
     with pytest.raises(KeyboardInterrupt), world_without_ranks() as world:
-        monkeypatch.setattr(shutil, "rmtree", interrupted)
-    assert not world.directory.exists()
-    with world_without_ranks() as world:
-        monkeypatch.setattr(shutil, "rmtree", outrun)
-    assert not late and not world.directory.exists()
+        monkeypatch.setattr(shutil, "rmtree", disturbed)
+    assert not late and not interrupts and not world.directory.exists()
 
 
 def test_a_folder_that_cannot_be_deleted_is_named(
     ended: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rmtree = shutil.rmtree
+    rmtree, world = shutil.rmtree, world_without_ranks()
     monkeypatch.setattr(rank_world, "DELETION_GRACE_S", 0.0)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
-    worlds = [world_without_ranks() for _ in range(2)]
-    with pytest.warns(UserWarning, match=r"the temporary folder .* could not be deleted"), worlds[0]:
-        pass
 
     def measure() -> None:
-        with worlds[1]:
+        with world:
             raise KeyboardInterrupt
 
     status, said = ended(measure)
-    assert status == 130 and GONE not in said
-    assert said == f"bench: interrupted; the temporary folder {worlds[1].directory} could not be deleted; delete it" + (
-        " yourself\n"
+    assert status == 130
+    assert (
+        said == f"bench: interrupted; the temporary folder {world.directory} could not be deleted; delete it yourself\n"
     )
-    for world in worlds:
-        rmtree(world.directory)
-
-
-def test_an_interrupt_does_not_hide_what_went_wrong_before_it(ended: Callable[..., tuple[int, str]]) -> None:
-    def measure() -> None:
-        try:
-            raise RankDiedError("rank 1 died")
-        finally:
-            signal.raise_signal(signal.SIGINT)
-
-    assert ended(measure) == (130, "bench: interrupted; rank 1 died\n")
+    rmtree(world.directory)
 
 
 @pytest.mark.parametrize(
@@ -175,13 +156,3 @@ def test_a_place_for_the_results_is_looked_for_before_measuring(
         f"bench: --output {output}: {tmp_path} cannot be written to; pass another folder\n",
     )
     assert not output.parent.exists()
-
-
-def test_a_place_for_temporary_files_is_looked_for_before_measuring(
-    ended: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-    monkeypatch.setattr(endings.tempfile, "gettempdir", raising(error))
-    status, said = ended(raising(AssertionError("measured")))
-    assert status == 2
-    assert "No usable temporary directory found in ['/tmp']; set TMPDIR to a folder" in said

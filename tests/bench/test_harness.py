@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import gzip
 import io
 import json
 import os
@@ -57,8 +58,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured]:
     stdout = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stdout):
         patch.chdir(HERE)
-        patch.setattr("ddp_compile.bench.run.MESSAGE_BYTES", (2**11, 2**23))  # up to 32 MiB takes ten seconds
-        patch.setattr("ddp_compile.bench.run.MESSAGE_S", 0.1)
+        patch.setattr("ddp_compile.bench.run.RATE_BYTES", 2**23)  # 32 MiB take seconds
         patch.setattr(BenchmarkRun, "_measure_warm_start", measure_one_warm_start)
         for name, value in QUICK_COMPILES.items():
             patch.setenv(name, value)
@@ -147,21 +147,24 @@ def test_all_files_have_one_provenance(measured: Measured) -> None:
     }
 
 
-def test_charts_are_drawn(measured: Measured) -> None:
-    names = {path.name for path in measured.folder.glob("*.png")}
-    assert {"step_time_by_link.png", "message_size.png", "gradient_ready.png", "timeline.png"} <= names
+def test_every_profile_has_a_trace(measured: Measured) -> None:
+    traces = {path.name for path in measured.folder.glob("trace_*.json.gz")}
+    links = {r["link"] for r in rows_of(measured.folder / "summary.csv")}
+    profiled = ("local", "ddp-eager", "bench_entries_delayed", "bench_entries_replicated")
+    assert traces == {f"trace_{link}_{name}_mode_default_cap_0.25_MiB_.json.gz" for link in links for name in profiled}
+    with gzip.open(measured.folder / min(traces)) as file:
+        assert json.load(file)["traceEvents"]
 
 
 def test_nothing_is_left_after_success(measured: Measured) -> None:
     assert left_behind(os.getpid()) == []
 
 
-def test_a_run_on_a_simulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_simulated_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on one CUDA device: one real rank, and rates that are only pretended."""
     monkeypatch.chdir(HERE)
     # 56 ms at the higher rate, since a process that sleeps may be woken milliseconds late.
-    monkeypatch.setattr("ddp_compile.bench.run.MESSAGE_BYTES", (2**20,))
-    monkeypatch.setattr("ddp_compile.bench.run.MESSAGE_S", 0.1)
+    monkeypatch.setattr("ddp_compile.bench.run.RATE_BYTES", 2**20)
     monkeypatch.setattr(BenchmarkRun, "_measure_warm_start", lambda *_: None)  # it does not use a link
     workload = WorkloadSettings(model="bench_entries:tiny")
     world_settings = WorldSettings(
@@ -169,8 +172,9 @@ def test_a_run_on_a_simulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     cases = tuple(Case(implementation=name, bucket_cap_mb=25) for name in ("communication", "bench_entries:replicated"))
     link = SimulatedLink([Rate.parse("150mbit"), Rate.parse("75mbit")])
+    settings = RunSettings(cases=cases, rounds=1, steps=4, traces=tmp_path)
     with RankWorld(world_settings) as world:
-        result = BenchmarkRun(world, link, RunSettings(cases=cases, rounds=1, steps=4), lambda _: None).measure()
+        result = BenchmarkRun(world, link, settings, lambda _: None).measure()
     assert [case.error for case in result.cases] == [None, None]
     bits = 8 * result.cases[1].cold.gradient_bytes * 2 * 3 / 4
     for name, rate in (("simulated 150mbit", 1.5e8), ("simulated 75mbit", 7.5e7)):

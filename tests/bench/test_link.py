@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,18 +20,17 @@ from ddp_compile.bench.link import LinkError, NamespacedLink, remove_stale, unav
 from ddp_compile.validation.rates import Rate
 
 pytestmark = pytest.mark.alone
-MBIT = 10**6
+ROOT = Path(__file__).parents[2]
 
 RECEIVE = """
-import socket, time
+import socket
 server = socket.create_server(("", 5000))
 print("listening", flush=True)
 connection, _ = server.accept()
-buffer, received, start = bytearray(1 << 20), 0, None
+buffer, received = bytearray(1 << 20), 0
 while count := connection.recv_into(buffer):
-    start = start or time.perf_counter()
     received += count
-print(received, time.perf_counter() - start)
+print(received)
 """
 
 SEND = """
@@ -44,48 +40,40 @@ for _ in range(int(sys.argv[2])):
     connection.sendall(bytes(1 << 20))
 """
 
-# The folder is on the path, not the package: a child that imported torch would take seconds to start.
-HOLD = f"""
-import signal, sys, time
-sys.path.append({str(Path(link_module.__file__).parent)!r})
-import link
-
-def terminate(number, frame):
-    raise SystemExit("terminated")
+HOLD = """
+import sys, time
+from ddp_compile.bench import link
+from ddp_compile.bench.endings import one_interrupt
 
 def run_aloud(*command, run=link._run):
     output = run(*command)
     print(*command, flush=True)
     return output
 
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGTERM, terminate)
 link._run = run_aloud
-with link.NamespacedLink(2):
+with one_interrupt(), link.NamespacedLink(2):
     print("held", flush=True)
     while True:
-        time.sleep(0.05)  # not for long: what arrives just before a sleep is handled after it
+        time.sleep(0.05)
 """
 
 
-@pytest.fixture(scope="module")
-def real_links() -> None:
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    """Skips without links; at the end, the namespaces are those of the beginning."""
     if (reason := unavailable_reason()) is not None:
         pytest.skip(reason)
-
-
-@pytest.fixture(scope="module")
-def pair(real_links: None) -> Iterator[NamespacedLink]:
-    with NamespacedLink(2) as link:
-        yield link
+    before = namespaces_of(os.getpid())
+    yield
+    assert namespaces_of(os.getpid()) == before
 
 
 @contextlib.contextmanager
 def running(command: list[str], *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process; the terminal's Ctrl-C is a signal to its whole group, so it gets one."""
+    """A Python process with a group of its own, as in a terminal, where Ctrl-C is a signal to the whole group."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(
-        [*command, sys.executable, "-I", "-c", *arguments], text=True, start_new_session=True, **streams
+        [*command, sys.executable, "-c", *arguments], cwd=ROOT, text=True, start_new_session=True, **streams
     )
     try:
         yield process
@@ -103,53 +91,22 @@ def wait_for(process: subprocess.Popen[str], start_of_line: str, count: int = 1)
     raise AssertionError(f"no line {start_of_line!r} from a process that said: {process.communicate()[1]}")
 
 
-def payload_rate(link: NamespacedLink, mebibytes: int, source: int = 0, target: int = 1) -> float:
-    """Bits per second of payload that one connection carried."""
-    with running(link.command_prefix(target), RECEIVE) as receiver:
-        wait_for(receiver, "listening")
-        with running(link.command_prefix(source), SEND, link.address(target), str(mebibytes)) as sender:
-            output, errors = receiver.communicate(timeout=30)
-            assert sender.wait(timeout=30) == 0
-    assert receiver.returncode == 0, errors
-    received, seconds = output.split()
-    assert int(received) == mebibytes << 20
-    return int(received) * 8 / float(seconds)
-
-
-def closest_of_10(nominal: int, measure: Callable[[], float]) -> float:
-    """The best measured share of the nominal rate, since other processes may be busy on the same cores."""
-    shares = []
-    for _ in range(10):
-        shares.append(measure() / nominal)
-        if 0.93 <= shares[-1] <= 1.0:
-            break
-    return min(shares, key=lambda share: abs(share - 0.956))
-
-
 @pytest.mark.parametrize(
     ("text", "bits_per_second", "canonical"),
     [
         ("1gbit", 10**9, "1gbit"),
-        ("2.5gbit", 2_500_000_000, "2.5gbit"),
-        ("100mbit", 100 * MBIT, "100mbit"),
         ("10Gbit", 10**10, "10gbit"),
-        ("1000mbit", 10**9, "1gbit"),
-        ("0.5gbit", 500 * MBIT, "500mbit"),
-        ("1mbit", MBIT, "1mbit"),
-        ("400gbit", 400 * 10**9, "400gbit"),
+        ("0.5gbit", 500 * 10**6, "500mbit"),
         (" none ", None, "none"),
     ],
 )
 def test_a_rate_is_read_and_written(text: str, bits_per_second: int | None, canonical: str) -> None:
     rate = Rate.parse(text)
-    assert rate == Rate(bits_per_second)
+    assert rate == Rate(bits_per_second) == Rate.parse(canonical)
     assert str(rate) == canonical
-    assert Rate.parse(canonical) == rate
 
 
-@pytest.mark.parametrize(
-    "text", ["", "1", "gbit", "1 gbit", "-1gbit", "1e3mbit", "1kbit", "0.5mbit", "401gbit", "nan", "nonebit", "٣gbit"]
-)
+@pytest.mark.parametrize("text", ["", "1", "gbit", "1 gbit", "-1gbit", "1e3mbit", "0.5mbit", "401gbit", "nan", "٣gbit"])
 def test_a_bad_rate_is_named_with_what_is_accepted(text: str) -> None:
     with pytest.raises(ValueError) as caught:
         Rate.parse(text)
@@ -184,52 +141,23 @@ def test_without_root_or_iproute2_the_reason_says_so(
     assert said in (unavailable_reason() or "")
 
 
-def test_without_tc_the_reason_says_so_and_nothing_is_left(
-    leaves_nothing: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    ip = shutil.which("ip")
-    assert ip is not None
-    (tmp_path / "ip").symlink_to(ip)
-    with monkeypatch.context() as only_ip:
-        only_ip.setenv("PATH", str(tmp_path))
-        reason = unavailable_reason() or ""
-    assert "could not run `tc " in reason and "iproute2" in reason
-
-
-@pytest.fixture
-def leaves_nothing(real_links: None) -> Iterator[list[str]]:
-    """The namespaces of this process before the test, and after it."""
-    before = namespaces_of(os.getpid())
-    yield before
-    assert namespaces_of(os.getpid()) == before
-
-
-def test_namespaces_last_as_long_as_the_context(leaves_nothing: list[str]) -> None:
-    machine = os.listdir("/sys/class/net")
-    with NamespacedLink(3) as first, NamespacedLink(1) as second:
-        assert len(namespaces_of(os.getpid())) == len(leaves_nothing) + 6
+def test_links_are_apart_from_each_other_and_from_the_machine(leaves_nothing: None) -> None:
+    machine, before = os.listdir("/sys/class/net"), len(namespaces_of(os.getpid()))
+    first = NamespacedLink(3)
+    with pytest.raises(KeyError, match="mine"), first, NamespacedLink(1) as second:
+        assert len(namespaces_of(os.getpid())) == before + 6  # one for each rank and one for each bridge
         assert {link.command_prefix(0)[-1] for link in (first, second)} <= set(namespaces_of(os.getpid()))
         assert os.listdir("/sys/class/net") == machine
-        assert payload_rate(first, 1, source=2, target=0) > 0
-        loopback = (
-            "import socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())"
-        )
-        subprocess.run([*first.command_prefix(1), sys.executable, "-I", "-c", loopback], check=True)
-
-
-def test_a_link_can_be_entered_again_but_not_twice_at_once(leaves_nothing: list[str]) -> None:
-    link = NamespacedLink(1)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="mine"), link:  # an exception deletes everything and passes
-            with pytest.raises(LinkError, match="entered already"):
-                link.__enter__()
-            assert link.sent_bytes(0) >= 0
-            raise KeyError("mine")
+        with pytest.raises(LinkError, match="entered already"):
+            first.__enter__()
+        raise KeyError("mine")  # deletes everything, and passes
+    with first:
+        assert first.sent_bytes(2) >= 0
 
 
 @pytest.mark.parametrize("last_that_works", [0, 1, 3, 6, 9, 15])
 def test_a_command_that_fails_half_way_leaves_nothing(
-    leaves_nothing: list[str], monkeypatch: pytest.MonkeyPatch, last_that_works: int
+    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, last_that_works: int
 ) -> None:
     run, left = link_module._run, [last_that_works]
 
@@ -244,7 +172,7 @@ def test_a_command_that_fails_half_way_leaves_nothing(
 
 
 def test_an_error_while_deleting_does_not_hide_the_first_one(
-    leaves_nothing: list[str], monkeypatch: pytest.MonkeyPatch
+    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*command: str) -> str:
         raise LinkError("ip is broken")
@@ -258,47 +186,23 @@ def test_an_error_while_deleting_does_not_hide_the_first_one(
     link.__exit__(None, None, None)
 
 
-# Entering runs 19 commands; after the last one it may be over before the interrupt arrives.
-@pytest.mark.parametrize("num_commands", only([6, 17], [2, 6, 13, 17]))
-def test_an_interrupt_while_entering_leaves_nothing(real_links: None, num_commands: int) -> None:
-    with running([], HOLD) as process:
-        wait_for(process, "", num_commands)
-        os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=10)
-        assert namespaces_of(process.pid) == []
-    assert "KeyboardInterrupt" in errors and process.returncode == -signal.SIGINT
-    assert "held" not in output and output.count("ip netns delete") == 3
-
-
 @pytest.mark.parametrize(
-    ("when", "first", "gap_s"),
-    only(
-        [("held", signal.SIGINT, None), ("held", signal.SIGTERM, None), ("ip -n", signal.SIGINT, math.inf)],
-        [
-            ("held", signal.SIGINT, None),
-            ("held", signal.SIGTERM, None),
-            *product(("held", "ip -n"), [signal.SIGINT], (0.0, 0.0003, 0.003, math.inf)),
-        ],
-    ),
+    ("line", "number"),  # of what the process says before the first signal; entering runs 19 commands
+    only([("ip", 6), ("held", 1)], [("ip", 2), ("ip", 6), ("ip", 13), ("ip", 17), ("held", 1)]),
 )
-def test_an_interrupt_leaves_nothing_though_another_comes_while_deleting(
-    real_links: None, when: str, first: signal.Signals, gap_s: float | None
-) -> None:
+@pytest.mark.parametrize("first", only([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]))
+def test_interrupts_leave_nothing(leaves_nothing: None, line: str, number: int, first: signal.Signals) -> None:
     with running([], HOLD) as process:
-        wait_for(process, when)
+        wait_for(process, line, number)
         os.killpg(process.pid, first)
-        if gap_s is not None:
-            if gap_s == math.inf:
-                wait_for(process, "ip netns delete")
-            else:
-                time.sleep(gap_s)
-            os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=10)
+        wait_for(process, "ip netns delete")
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
         assert namespaces_of(process.pid) == []
-    assert ("terminated" if first is signal.SIGTERM else "KeyboardInterrupt") in errors
+    assert "KeyboardInterrupt" in errors and process.returncode != 0
 
 
-def test_stale_namespaces_are_those_of_processes_that_are_gone(real_links: None) -> None:
+def test_stale_namespaces_are_those_of_processes_that_are_gone(leaves_nothing: None) -> None:
     with running([], HOLD) as killed, running([], HOLD) as living:
         wait_for(killed, "held")
         wait_for(living, "held")
@@ -313,61 +217,40 @@ def test_stale_namespaces_are_those_of_processes_that_are_gone(real_links: None)
         assert namespaces_of(killed.pid) == []
         assert namespaces_of(living.pid) == kept and len(kept) == 3
         living.send_signal(signal.SIGINT)
-        living.communicate(timeout=10)
+        living.communicate(timeout=30)
 
 
-def test_a_forked_child_does_not_delete_its_parents_link(pair: NamespacedLink) -> None:
-    before = namespaces_of(os.getpid())
-    if (pid := os.fork()) == 0:
-        try:
-            pair.__exit__(None, None, None)
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    assert namespaces_of(os.getpid()) == before
+def test_shaping_changes_the_rate_of_open_connections(leaves_nothing: None) -> None:
+    with NamespacedLink(2) as link, running(link.command_prefix(1), RECEIVE) as receiver:
 
+        def sent_mbit() -> float:
+            time.sleep(0.1)
+            start, before = time.perf_counter(), link.sent_bytes(0)
+            time.sleep(0.4)
+            return (link.sent_bytes(0) - before) * 8e-6 / (time.perf_counter() - start)
 
-@pytest.mark.parametrize(("rate", "mebibytes"), [("200mbit", 16), pytest.param("1gbit", 64, marks=pytest.mark.long)])
-def test_a_bulk_transfer_reaches_the_rate_and_not_more(pair: NamespacedLink, rate: str, mebibytes: int) -> None:
-    pair.shape(Rate.parse(rate))
-    nominal = Rate.parse(rate).bits_per_second
-    assert nominal is not None
-    assert closest_of_10(nominal, lambda: payload_rate(pair, mebibytes)) == pytest.approx(0.956, abs=0.05)
-
-
-def test_shaping_changes_the_rate_of_open_connections(pair: NamespacedLink) -> None:
-    def sent_bits_per_second() -> float:
-        time.sleep(0.1)
-        start, before = time.perf_counter(), pair.sent_bytes(0)
-        time.sleep(0.4)
-        return (pair.sent_bytes(0) - before) * 8 / (time.perf_counter() - start)
-
-    pair.shape(Rate(200 * MBIT))
-    with (
-        running(pair.command_prefix(1), RECEIVE) as receiver,
-        running(pair.command_prefix(0), "import time; time.sleep(0.1)" + SEND, pair.address(1), "100000"),
-    ):
         wait_for(receiver, "listening")
-        time.sleep(0.3)
-        for mbit in (400, 100):
-            pair.shape(Rate(mbit * MBIT))
-            assert closest_of_10(mbit * MBIT, sent_bits_per_second) == pytest.approx(0.956, abs=0.1)
-        pair.shape(Rate(None))
-        time.sleep(0.5)
-        assert max(sent_bits_per_second() for _ in range(3)) > 2000 * MBIT
+        link.shape(Rate(200 * 10**6))
+        with running(link.command_prefix(0), SEND, link.address(1), "100000"):
+            time.sleep(0.3)
+            for mbit in (400, 100):
+                link.shape(Rate(mbit * 10**6))
+                # The closest, since others may be busy on the same cores; 95.6 % of what is sent is payload.
+                shares = [sent_mbit() / mbit for _ in range(4)]
+                assert min(abs(share - 0.956) for share in shares) < 0.1, shares
+            link.shape(Rate(None))
+            time.sleep(0.5)
+            assert max(sent_mbit() for _ in range(3)) > 2000
 
 
-def test_a_link_that_is_not_shaped_is_fast(pair: NamespacedLink) -> None:
-    pair.shape(Rate(100 * MBIT))
-    pair.shape(Rate(None))
-    pair.shape(Rate(None))
-    assert max(payload_rate(pair, 256) for _ in range(2)) > 2000 * MBIT
-
-
-def test_sent_bytes_are_those_that_were_sent(pair: NamespacedLink) -> None:
-    pair.shape(Rate(None))
-    before = [pair.sent_bytes(rank) for rank in range(2)]
-    payload_rate(pair, 32)
-    sent = [pair.sent_bytes(rank) - earlier for rank, earlier in enumerate(before)]
+def test_sent_bytes_are_those_that_were_sent(leaves_nothing: None) -> None:
+    with NamespacedLink(2) as link, running(link.command_prefix(1), RECEIVE) as receiver:
+        wait_for(receiver, "listening")
+        before = [link.sent_bytes(rank) for rank in range(2)]
+        with running(link.command_prefix(0), SEND, link.address(1), "32") as sender:
+            output, _ = receiver.communicate(timeout=30)
+            assert sender.wait(timeout=30) == 0
+        sent = [link.sent_bytes(rank) - earlier for rank, earlier in enumerate(before)]
+    assert int(output) == 32 << 20
     assert sent[0] == pytest.approx(32 << 20, rel=0.1)
     assert sent[1] < (32 << 20) / 10

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,8 @@ import pytest
 
 from ddp_compile.bench.cli import make_cases
 from ddp_compile.bench.links import FixedLink
-from ddp_compile.bench.report import PROVENANCE_COLUMNS, RUN_COLUMNS, provenance, write_csv, write_files
-from ddp_compile.bench.results import SUMMARY_COLUMNS, CaseResult, ideal_step_s, median_ratio, summarize
+from ddp_compile.bench.report import write_csv
+from ddp_compile.bench.results import CaseResult, ideal_step_s, median_ratio, summarize
 from ddp_compile.bench.run import BenchmarkRun, RunResult, RunSettings
 from ddp_compile.bench.settings import Case, Prepared, StepRecord
 
@@ -97,16 +95,6 @@ def test_cases_leave_out_settings_that_make_no_difference() -> None:
     assert {c.no_sync_every for c in cases} == {2}
 
 
-def test_every_run_says_where_its_files_come_from(tmp_path: Path) -> None:
-    run = {"model": "mlp", "parameters": 3, "world_size": 2}
-    where = {**provenance("cpu"), "command": "python -m ddp_compile bench --model mlp"}
-    write_files(tmp_path, [], RunResult([]), run, where)
-    assert json.loads((tmp_path / "provenance.json").read_text()) == {**run, **where}
-    assert set(PROVENANCE_COLUMNS) < set(where) and all(where.values())
-    with (tmp_path / "summary.csv").open(newline="") as file:
-        assert next(csv.reader(file)) == [*RUN_COLUMNS, *SUMMARY_COLUMNS, *PROVENANCE_COLUMNS]
-
-
 def test_a_run_saves_after_each_case_and_each_round() -> None:
     """So that a run that is stopped has lost a round at most."""
 
@@ -129,7 +117,7 @@ def test_a_run_saves_after_each_case_and_each_round() -> None:
         assert any(row.cold_compile_s for row in summarize(result.cases, ["none"], {}, []))
 
     cases = (Case(implementation="local"), Case(implementation="ddp-eager"))
-    settings = RunSettings(cases=cases, rounds=2, steps=1, only_steps=True)
+    settings = RunSettings(cases=cases, rounds=2, steps=1)
     world: Any = World()
     BenchmarkRun(world, FixedLink("none"), settings, lambda what: None, save).measure()
     assert saved == [(1, 0), (2, 0), (2, 2), (2, 4)]

@@ -2,65 +2,34 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from simulated_groups import (
+    FAST,
+    PAYLOAD_BYTES,
+    SLOW,
+    SLOW_S,
+    WORLD_SIZE,
+    payload,
+    shortest_s,
+    simulated_group,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group, set_link_model
+from ddp_compile.runtime.sharded.transfers import REDUCTION_TAG
 
 pytestmark = pytest.mark.alone
-CPU = torch.device("cpu")
-WORLD_SIZE = 4
-PAYLOAD_BYTES = 4000  # so few that writing them takes no time
-SLOW = LinkModel(world_size=WORLD_SIZE, alpha_s=0.010, bytes_per_second=PAYLOAD_BYTES * 1.5 / 0.030)
-SLOW_S = 0.040
-FAST = LinkModel(world_size=WORLD_SIZE, alpha_s=0.0, bytes_per_second=1e12)
-
-
-@contextmanager
-def simulated_group(model: LinkModel, device: torch.device = CPU) -> Iterator[None]:
-    torch._dynamo.reset()
-    init_simulated_process_group(model, device)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        torch._dynamo.reset()
-
-
-def payload(device: torch.device = CPU) -> Tensor:
-    return torch.ones(PAYLOAD_BYTES // 4, device=device)
-
-
-def shortest_s(function: Callable[[], Any], num_calls: int = 5) -> float:
-    """The call that other processes on the same cores disturbed least."""
-    times = []
-    for _ in range(num_calls):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-# The model
-
-
-def test_a_ring_sends_twice_what_the_other_ranks_hold() -> None:
-    model = LinkModel(world_size=8, alpha_s=0.5, bytes_per_second=100.0)
-    assert model.all_reduce_s(1000) == pytest.approx(0.5 + 1000 * 2 * 7 / 8 / 100)
-    assert LinkModel.from_rate(1e9, world_size=2, alpha_s=0.0).all_reduce_s(125_000_000) == pytest.approx(1.0)
-    assert LinkModel.from_rate(1e9, world_size=2).all_reduce_s(0) == pytest.approx(50e-6)
+SHARD = PAYLOAD_BYTES // 4 // WORLD_SIZE
 
 
 @pytest.mark.parametrize(
@@ -83,45 +52,36 @@ def test_bad_input_is_refused_by_name(make: Callable[[], Any], message: str) -> 
     assert not dist.is_initialized()
 
 
-def test_the_link_can_be_changed_but_not_the_world() -> None:
+# Time
+
+
+@pytest.mark.parametrize(
+    ("send", "seconds"),
+    [
+        # A ring sends each byte twice, to all other ranks: 0.010 s and 2 * 3 / 4 * 4000 bytes at 200,000 a second.
+        (dist.all_reduce, SLOW_S),
+        (lambda t: dist.reduce_scatter_tensor(torch.empty(SHARD), t), 0.025),
+        (lambda t: dist.all_gather_into_tensor(t, t[:SHARD]), 0.025),
+        (lambda t: dist.all_gather_into_tensor(t, t[:SHARD], group=dist.new_group()), 0.025),
+        (lambda t: dist.all_to_all_single(torch.empty_like(t), t), 0.025),
+        (lambda t: dist.send(t, 1), 0.030),
+        (lambda t: [work.wait() for work in (dist.irecv(torch.empty_like(t), 1), dist.isend(t, 1))], 0.030),
+        (lambda t: [work.wait() for work in [dist.all_reduce(t, async_op=True) for _ in range(2)]], 2 * SLOW_S),
+    ],
+)
+def test_transfers_take_turns_and_the_modeled_time(send: Callable[[Tensor], Any], seconds: float) -> None:
+    tensor = payload()
+    with simulated_group(SLOW):
+        assert 0.999 * seconds <= shortest_s(lambda: send(tensor)) < 1.2 * seconds
+
+
+def test_rate_changes_but_not_world_size() -> None:
     tensor = payload()
     with simulated_group(SLOW):
         set_link_model(FAST)
         assert shortest_s(lambda: dist.all_reduce(tensor)) < SLOW_S / 4
         with pytest.raises(ValueError, match="world_size=8 must stay 4"):
             set_link_model(LinkModel.from_rate(1e9, world_size=8))
-
-
-# Time
-
-
-def test_an_all_reduce_takes_the_modeled_time() -> None:
-    tensor = payload()
-    assert SLOW.all_reduce_s(tensor.nbytes) == pytest.approx(SLOW_S)
-    with simulated_group(SLOW):
-        assert SLOW_S <= shortest_s(lambda: dist.all_reduce(tensor)) < 1.1 * SLOW_S
-
-
-def test_transfers_take_turns() -> None:
-    def reduce_two() -> None:
-        works = [dist.all_reduce(payload(), async_op=True) for _ in range(2)]
-        for work in works:
-            work.wait()
-
-    with simulated_group(SLOW):
-        assert 2 * SLOW_S <= shortest_s(reduce_two) < 2.2 * SLOW_S
-
-
-@pytest.mark.parametrize("compute_s", [0.030, 0.060])
-def test_computation_beside_a_transfer_hides_it(compute_s: float) -> None:
-    def step() -> None:
-        work = dist.all_reduce(payload(), async_op=True)
-        time.sleep(compute_s)
-        work.wait()
-
-    longer_s = max(compute_s, SLOW_S)
-    with simulated_group(SLOW):
-        assert longer_s <= shortest_s(step) < 1.1 * longer_s
 
 
 # What is in the tensors
@@ -153,15 +113,33 @@ def test_the_other_collectives_see_identical_ranks_and_take_no_time() -> None:
     assert objects == [{"rank": "any"}] * WORLD_SIZE
 
 
-def test_the_result_comes_with_the_wait_and_nothing_writes_after_it() -> None:
-    tensor = payload()
+def test_shards_are_sums_and_what_would_come_from_others_is_left_alone() -> None:
+    whole, shard = torch.arange(8.0), torch.empty(2)
+    with simulated_group(FAST):
+        dist.reduce_scatter_tensor(shard, whole)
+        assert torch.equal(shard, WORLD_SIZE * torch.arange(2.0))
+        dist.all_gather_into_tensor(whole, shard)
+        dist.all_to_all_single(whole, whole.clone())
+        dist.recv(whole, 3)
+        dist.recv(added_up := torch.full((2,), float("nan")), 3, tag=REDUCTION_TAG)
+    assert torch.equal(added_up, torch.zeros(2))
+    assert torch.equal(whole, torch.cat([WORLD_SIZE * torch.arange(2.0), torch.arange(2.0, 8.0)]))
+
+
+def test_results_come_with_the_wait_in_any_order() -> None:
+    first, second = payload(), 2 * payload()
+    seen = []
     with simulated_group(SLOW):
-        work = dist.all_reduce(tensor, async_op=True)
-        assert torch.equal(tensor, payload())
-        work.wait()
-        assert torch.equal(tensor, payload() * WORLD_SIZE)
-        tensor.zero_()
-    assert not tensor.any()
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second)]
+        assert torch.equal(first, payload())
+        called_back = works[0].get_future().then(lambda future: seen.append(future.value()[0][0].item()))
+        works[1].wait()
+        assert torch.equal(second, payload() * 2 * WORLD_SIZE)
+        assert torch.equal(first, payload() * WORLD_SIZE)
+        assert shortest_s(works[0].wait) < SLOW_S / 4
+        called_back.wait()
+        first.zero_()
+    assert seen == [WORLD_SIZE] and not first.any()  # nothing writes after the wait
 
 
 def test_autograd_sees_no_write() -> None:
@@ -171,20 +149,6 @@ def test_autograd_sees_no_write() -> None:
         dist.all_reduce(tensor)
     loss.backward()
     assert torch.equal(tensor.grad, torch.full((3,), 8.0))  # of the reduced values, as with any other group
-
-
-def test_works_may_be_waited_for_in_any_order() -> None:
-    first, second = payload(), 2 * payload()
-    seen = []
-    with simulated_group(SLOW):
-        works = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second)]
-        called_back = works[0].get_future().then(lambda future: seen.append(future.value()[0][0].item()))
-        works[1].wait()
-        assert torch.equal(second, payload() * 2 * WORLD_SIZE)
-        assert torch.equal(first, payload() * WORLD_SIZE)
-        assert shortest_s(works[0].wait) < SLOW_S / 4
-        called_back.wait()
-    assert seen == [WORLD_SIZE]
 
 
 def test_a_transfer_that_fails_raises_where_it_is_waited_for() -> None:
@@ -242,37 +206,14 @@ class Sleep(nn.Module):
         return sleep(x, 0.030)
 
 
-def normalized_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 3))
-
-
-def one_bucket_each(bucket_cap_mb: float) -> list[Any]:
-    wrap = partial(DistributedDataParallel, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
-    compiled = partial(ddp_compile, backend="eager", bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=bucket_cap_mb)
-    return [pytest.param(wrap, id="ddp"), pytest.param(compiled, id="ddp_compile")]
-
-
-def train_beside_one_process(replicate: Callable[[nn.Module], nn.Module], device: torch.device) -> None:
-    """Three steps of a replicated model have to leave the gradients that one process computes from the same batch."""
-    alone = normalized_net().to(device)
-    replicated = replicate(copy.deepcopy(alone))
-    for step in range(3):
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).to(device)
-        for model in (alone, replicated):
-            model.zero_grad()
-            model(x).square().sum().backward()
-        for expected, parameter in zip(alone.parameters(), replicated.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, expected.grad)
-
-
-@pytest.mark.parametrize("replicate", one_bucket_each(0.0001))
-def test_gradients_are_those_of_one_process(replicate: Callable[[nn.Module], nn.Module]) -> None:
-    with simulated_group(FAST):
-        train_beside_one_process(replicate, CPU)
-
-
-@pytest.mark.parametrize("replicate", one_bucket_each(0.01))
+@pytest.mark.parametrize(
+    "replicate",
+    [
+        partial(DistributedDataParallel, bucket_cap_mb=0.01, gradient_as_bucket_view=True),
+        partial(ddp_compile, backend="eager", bucket_cap_mb=0.01, first_bucket_cap_mb=0.01),
+    ],
+    ids=["ddp", "ddp_compile"],
+)
 def test_buckets_travel_while_the_backward_goes_on(replicate: Callable[[nn.Module], nn.Module]) -> None:
     num_layers, sleep_s, transfer_s = 4, 0.030, 0.025
     width = 64
@@ -312,91 +253,37 @@ def test_functional_collectives_in_a_compiled_graph() -> None:
 # On a GPU
 
 GPU_SLOW_S = 0.100
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GPU_SLOW = LinkModel(world_size=WORLD_SIZE, alpha_s=GPU_SLOW_S, bytes_per_second=1e12)
 
 
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
-
-
-@contextmanager
-def simulated_gpu_group(alpha_s: float = GPU_SLOW_S) -> Iterator[torch.device]:
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_the_stream_waits_and_not_the_host() -> None:
     device = torch.device("cuda", 0)
-    with simulated_group(LinkModel(world_size=WORLD_SIZE, alpha_s=alpha_s, bytes_per_second=1e12), device):
-        dist.all_reduce(payload(device).clone())  # CUDA loads a kernel at its first call, and may wait for others then
-        torch.cuda.synchronize()
-        yield device
-
-
-def gpu_s(function: Callable[[], Any]) -> float:
-    """Seconds on the current stream."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
-
-
-@on_gpu
-def test_the_host_waits_for_nothing_and_the_stream_for_the_result() -> None:
-    with simulated_gpu_group() as device:
-        tensor = payload(device)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        dist.all_reduce(tensor)
-        reduced = tensor.clone()  # on the current stream, after the wait
-        host_s = time.perf_counter() - start
-        torch.cuda.synchronize()
-        total_s = time.perf_counter() - start
-    assert torch.equal(reduced.cpu(), payload() * WORLD_SIZE)
-    assert host_s < GPU_SLOW_S / 2
-    assert GPU_SLOW_S * 0.9 < total_s < GPU_SLOW_S * 1.2
-
-
-@on_gpu
-def test_gpu_transfers_take_turns_and_the_modeled_time() -> None:
-    with simulated_gpu_group() as device:
-
-        def reduce(num_transfers: int) -> None:
-            works = [dist.all_reduce(payload(device), async_op=True) for _ in range(num_transfers)]
+    with simulated_group(GPU_SLOW, device):
+        dist.all_reduce(payload(device))  # CUDA loads a kernel at its first call, and may wait for others then
+        for num_transfers in (1, 2):
+            tensors = [payload(device) for _ in range(num_transfers)]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
             for work in reversed(works):
                 work.wait()
-
-        assert gpu_s(lambda: reduce(1)) == pytest.approx(GPU_SLOW_S, rel=0.1)
-        assert gpu_s(lambda: reduce(2)) == pytest.approx(2 * GPU_SLOW_S, rel=0.1)
-
-
-@on_gpu
-def test_the_compute_stream_goes_on_beside_a_transfer() -> None:
-    with simulated_gpu_group() as device:
-        x = torch.randn(2048, 2048, device=device)
-
-        def compute(num_products: int) -> None:
-            for _ in range(num_products):
-                torch.mm(x, x)
-
-        compute(20)
-        num_products = max(1, round(100 * 0.8 * GPU_SLOW_S / gpu_s(lambda: compute(100))))
-        alone_s = gpu_s(lambda: compute(num_products))
-        computed = torch.cuda.Event(enable_timing=True)
-        began = torch.cuda.Event(enable_timing=True)
-
-        def step() -> None:
-            began.record()
-            work = dist.all_reduce(payload(device), async_op=True)
-            compute(num_products)
-            computed.record()
-            work.wait()
-
-        total_s = gpu_s(step)
-    assert began.elapsed_time(computed) / 1000 < 1.2 * alone_s
-    assert total_s < 1.2 * max(alone_s, GPU_SLOW_S)
+            reduced = tensors[0].clone()  # on the current stream, after the wait
+            host_s = time.perf_counter() - start
+            torch.cuda.synchronize()
+            total_s = time.perf_counter() - start
+            assert torch.equal(reduced.cpu(), payload() * WORLD_SIZE)
+            assert host_s < GPU_SLOW_S / 2
+            assert total_s == pytest.approx(num_transfers * GPU_SLOW_S, rel=0.1)
 
 
-@on_gpu
-def test_memory_that_is_let_go_of_early_is_not_used_again_too_soon() -> None:
-    with simulated_gpu_group() as device:
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_memory_that_is_let_go_of_early_is_not_used_again_too_soon() -> None:
+    device = torch.device("cuda", 0)
+    with simulated_group(GPU_SLOW, device):
         tensor = payload(device)
         address = tensor.data_ptr()
         dist.all_reduce(tensor, async_op=True)
@@ -405,17 +292,3 @@ def test_memory_that_is_let_go_of_early_is_not_used_again_too_soon() -> None:
         assert address not in [other.data_ptr() for other in others]
         torch.cuda.synchronize()
         assert all(torch.equal(other.cpu(), payload()) for other in others)
-
-
-@on_gpu
-@pytest.mark.parametrize("replicate", one_bucket_each(0.0001))
-def test_gradients_on_a_gpu_are_those_of_one_process(replicate: Callable[[nn.Module], nn.Module]) -> None:
-    with simulated_gpu_group(alpha_s=0.002) as device:
-        train_beside_one_process(replicate, device)
-
-
-@on_gpu
-def test_functional_collectives_on_a_gpu() -> None:
-    with simulated_gpu_group() as device:
-        reduced = torch.ops._c10d_functional.all_reduce(payload(device), "sum", dist.group.WORLD.group_name)
-        assert torch.equal(torch.ops._c10d_functional.wait_tensor(reduced).cpu(), payload() * WORLD_SIZE)

@@ -1,10 +1,8 @@
-"""The harness's training loop: its results, and that reading the clock costs almost nothing."""
+"""The harness's training loop and its models."""
 
 from __future__ import annotations
 
 import gc
-import statistics
-import time
 
 import bench_entries
 import pytest
@@ -45,39 +43,6 @@ def test_it_trains_as_a_bare_loop_does() -> None:
         optimizer.zero_grad()
     for ours, theirs in zip(workload.model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.alone
-def test_a_step_costs_microseconds_beyond_what_it_times() -> None:
-    """2 % of a step of 100 ms would be 2000 us."""
-
-    class Nothing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.weight
-
-    workload = Workload(Nothing(), lambda generator: (torch.zeros(1), torch.zeros(1)), lambda output, _: output.sum())
-    training = training_of(workload)
-
-    (optimizer,) = training.optimizers
-
-    def bare() -> None:
-        workload.loss(workload.model(None), None).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def seconds(step) -> float:
-        start = time.perf_counter()
-        for _ in range(50):
-            step()
-        return (time.perf_counter() - start) / 50
-
-    training.step(), bare()
-    extra = [seconds(training.step) - seconds(bare) for _ in range(15)]
-    assert statistics.median(extra) < 200e-6
 
 
 def test_records_add_up() -> None:
@@ -126,7 +91,7 @@ def test_models_train(name: str) -> None:
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="optimizer='lion' is not known; pass one of sgd, adamw, muon, muon-float32"):
+    with pytest.raises(ValueError, match="optimizer='lion' is not known; pass one of sgd, adamw, muon"):
         make_optimizers("lion", nn.Linear(1, 1))
 
 
