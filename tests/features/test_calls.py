@@ -252,8 +252,6 @@ def test_regions_in_a_disabled_module() -> None:
     assert all(not name.startswith("middle") for region in model.explain().regions for name in region.names)
 
 
-
-
 # Outputs in which no tensors are found
 
 
