@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import beside_plain, difference, own_batch, pair, seeded
+from halves import Built
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import Ranks, on_ranks
@@ -20,6 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ReplicationError, ddp_compile
+from ddp_compile.algorithms import CommAlgorithm
 
 WIDTH = 33
 
@@ -213,6 +215,35 @@ def test_shadow_after_no_sync() -> None:
                 each(x).sum().backward()
         each(x).sum().backward()
     assert difference(*models) < 1e-6
+
+
+class CountsCalls(CommAlgorithm):
+    """An all-reduce that counts its calls."""
+
+    name = "counting all-reduce"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.calls = [0, 0]
+
+    def before_forward(self, synchronize: bool) -> None:
+        self.calls[0] += synchronize
+
+    def after_backward(self) -> None:
+        self.calls[1] += 1
+
+    def launch(self, bucket: Any, is_last: bool) -> Any:
+        return self.group.allreduce([bucket.flat])
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_calls_of_an_algorithm() -> None:
+    model = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=Built(CountsCalls))
+    with model.join():
+        for _ in range(1 + 2 * dist.get_rank()):
+            model(torch.ones(1, 2)).sum().backward()
+    assert model.comm_algorithm.calls == [3, 3]
 
 
 # The end of a Join, its refusals, and the state after it.
