@@ -2,7 +2,7 @@
 
 A feature is something that a user switches on. Properties of parameters (sparse, DTensor, dtype) are not features: an
 algorithm's traits and `CommAlgorithm.objection` say which parameters it takes. docs/feature_compatibility.md is
-generated from this table, and tests/multiproc/test_feature_pairs.py tries every pair.
+generated from this table, and tests/features/test_feature_pairs.py tries every pair.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torchft's managers, servers and process groups: a replica is killed and comes back, and the other one trains on.
 
-tests/multiproc/test_managed_replicas.py tests the rest, with a manager of its own.
+tests/features/test_managed_replicas.py tests the rest, with a manager of its own.
 """
 
 from __future__ import annotations

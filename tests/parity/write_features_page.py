@@ -16,7 +16,7 @@ HEAD = """\
 # Which features exclude each other
 
 Each line is a ReplicationError as soon as the second of the two features is switched on. All other pairs work together:
-`tests/multiproc/test_feature_pairs.py` tries every pair. `find_unused_parameters=True` has no effect with
+`tests/features/test_feature_pairs.py` tries every pair. `find_unused_parameters=True` has no effect with
 `static_graph=True`, which is a warning. What an algorithm takes, such as sparse gradients, DTensors and dtypes, is on
 another page: [custom_algorithms.md](custom_algorithms.md).
 

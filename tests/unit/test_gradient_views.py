@@ -1,4 +1,4 @@
-"""The holders of a gradient, and its memory. Whole trainings are in multiproc/test_gradients_of_users.py."""
+"""The holders of a gradient, and its memory. Whole trainings are in features/test_user_gradients.py."""
 
 from __future__ import annotations
 

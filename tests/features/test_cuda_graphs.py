@@ -122,7 +122,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {  # settings, whether 
 @pytest.mark.inductor
 @pytest.mark.parametrize("way", only(["sharded_static"], WAYS))
 @on_ranks(2)
-def test_operators_stay_outside_cuda_graphs(way: str) -> None:
+def test_operators_outside_cuda_graphs(way: str) -> None:
     settings, is_sharded, expected = WAYS[way]
     plain = seeded(blocks)
     module = copy.deepcopy(plain)

@@ -122,7 +122,7 @@ def difference_to_ddp(title: str, folder: Path) -> tuple[float, dict[str, Any]]:
         "Uneven inputs",
     ],
 )
-def test_a_recipe_trains_as_ddp_does(title: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_recipe(title: str, ranks: Ranks, tmp_path: Path) -> None:
     results = ranks(2).run(difference_to_ddp, title, tmp_path)
     assert [difference for difference, _ in results] == [0.0, 0.0]
     values = results[0][1]
@@ -146,7 +146,7 @@ def generated(path: Path) -> bool:
     return torch.equal(names["tokens"], names["model"].unwrap().generate(names["prompt"], 4))
 
 
-def test_one_rank_generates_alone(ranks: Ranks, tmp_path: Path) -> None:
+def test_generating(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(generated, tmp_path) == [True, True]
 
 
@@ -157,7 +157,7 @@ def adapters_trained(path: Path) -> tuple[set[str], list[float]]:
 
 
 @pytest.mark.long
-def test_adapters_are_trained_alike(ranks: Ranks, tmp_path: Path) -> None:
+def test_adapters(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     (trained, rank_0), (_, rank_1) = ranks(2).run(adapters_trained, tmp_path)
     assert {name.split(".")[-3] for name in trained} == {"lora_A", "lora_B"}
@@ -166,7 +166,7 @@ def test_adapters_are_trained_alike(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_synchronized_batch_norm_needs_a_gpu_and_torch_says_so(tmp_path: Path) -> None:
+def test_synchronized_batch_norm(tmp_path: Path) -> None:
     path = tmp_path
     with pytest.raises(ValueError) as raised:
         run_recipe("Synchronized BatchNorm", replicate_quickly, path)
@@ -174,7 +174,7 @@ def test_synchronized_batch_norm_needs_a_gpu_and_torch_says_so(tmp_path: Path) -
 
 
 @on_ranks(2)
-def test_debugging_compares_and_prints(tmp_path: Path) -> None:
+def test_debugging(tmp_path: Path) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         run_recipe("Debugging", replicate_quickly, tmp_path)
@@ -198,7 +198,7 @@ def run_script(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("page", "num_losses"), [("docs/tutorial.md", 5), ("README.md", 4)])
-def test_the_script_of_a_page_trains(page: str, num_losses: int, ranks: Ranks, tmp_path: Path) -> None:
+def test_script_of_a_page(page: str, num_losses: int, ranks: Ranks, tmp_path: Path) -> None:
     (script,) = re.findall(r"^```python\n(# train\.py\n.*?)^```", (DOCS.parent / page).read_text(), re.M | re.S)
     (tmp_path / "train.py").write_text(script)
     rank_0, rank_1 = ranks(2).run(run_script, tmp_path)
@@ -215,7 +215,7 @@ def run_cell_twice() -> None:
         exec(sections("compatibility.md")["Notebooks"], {"ddp_compile": ddp_compile, "Net": Net})
 
 
-def test_a_cell_of_a_notebook_can_run_again() -> None:
+def test_notebook_cell_runs_again() -> None:
     ended = run_in_copy(run_cell_twice)
     assert ended.exit_code == 0, ended.stderr
     assert ended.stdout.count("1 bucket, 5 gradients") == 2

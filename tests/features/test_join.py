@@ -115,20 +115,18 @@ COUNTS = {2: [3, 6], 3: [6, 3, 4]}  # how many batches each rank has
     ids=str,
 )
 @on_ranks()
-def test_uneven_inputs_train_as_with_ddp(
-    world_size: int, settings: dict[str, bool], arguments: dict[str, Any], split: str
-) -> None:
+def test_uneven_inputs(world_size: int, settings: dict[str, bool], arguments: dict[str, Any], split: str) -> None:
     train_both(COUNTS[world_size], arguments, split, **settings)
 
 
 @pytest.mark.parametrize("world_size", only([3], [2, 3]))
 @on_ranks()
-def test_a_rank_may_have_no_input_at_all(world_size: int, split: str) -> None:
+def test_rank_without_input(world_size: int, split: str) -> None:
     train_both([3, 0, 2][-world_size:], {}, split)
 
 
 @on_ranks(2)
-def test_buckets_are_launched_early_and_again_beside_shadows() -> None:
+def test_early_launch_beside_shadows() -> None:
     """Rank 0 has two batches fewer. In the last step of rank 1 a contribution comes too late."""
     model, reference = beside_plain(lambda: Mlp(WIDTH, 4), bucket_cap_mb=0.003, split="backward")
     num_early = []
@@ -180,7 +178,7 @@ class CountsSteps(Joinable):
 
 
 @on_ranks(2)
-def test_other_joinables_may_be_in_the_same_context() -> None:
+def test_other_joinables() -> None:
     models = pair(Model, bucket_cap_mb=0.005)
     for model in models:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
@@ -207,7 +205,7 @@ class Branches(nn.Module):
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_a_shadow_does_not_use_up_what_it_has_still_to_send() -> None:
+def test_shadow_after_no_sync() -> None:
     models, x = pair(Branches, {"find_unused_parameters": True}, backend="eager"), torch.ones(2, 5)
     for each in models:
         with each.join():
@@ -240,12 +238,12 @@ class CountsCalls(CommAlgorithm):
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_an_algorithm_is_told_the_same_on_every_rank() -> None:
+def test_calls_of_an_algorithm() -> None:
     model = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=Built(CountsCalls))
     with model.join():
         for _ in range(1 + 2 * dist.get_rank()):
             model(torch.ones(1, 2)).sum().backward()
-    assert model._ddp_compile_state.reducer.algorithm.calls == [3, 3]
+    assert model.comm_algorithm.calls == [3, 3]
 
 
 # The end of a Join, its refusals, and the state after it.
@@ -253,7 +251,7 @@ def test_an_algorithm_is_told_the_same_on_every_rank() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_all_ranks_stop_as_soon_as_one_has_no_input_left() -> None:
+def test_early_termination() -> None:
     model = ddp_compile(Model(), backend="eager")
     said = (
         "Rank 0 exhausted all inputs.",
@@ -269,7 +267,7 @@ def test_all_ranks_stop_as_soon_as_one_has_no_input_left() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_nothing_is_left_of_a_context() -> None:
+def test_state_after_join() -> None:
     model: Any = ddp_compile(nn.Linear(2, 2), backend="eager")
     assert isinstance(model, Joinable) and model.join_process_group is dist.group.WORLD
     for enable in (False, True):
@@ -284,7 +282,7 @@ def test_nothing_is_left_of_a_context() -> None:
 @pytest.mark.parametrize("context", ["", "no_sync"])
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_a_second_forward_before_the_backward_is_refused(context: str) -> None:
+def test_second_forward_is_refused(context: str) -> None:
     model = ddp_compile(nn.Linear(2, 2), backend="eager")
     with (
         pytest.raises(ReplicationError, match="a second forward was called inside a Join before the backward of"),
@@ -304,7 +302,7 @@ def learn_without_input() -> None:
             model(torch.ones(1, 2)).sum().backward()
 
 
-def test_a_static_graph_is_not_learned_without_input(ranks: Ranks) -> None:
+def test_static_graph_without_input(ranks: Ranks) -> None:
     without_input, _ = ranks(2).run_expecting_failures(learn_without_input, timeout_s=2.0)
     said = "static_graph=True learns from the first iteration, in which this rank has had no input"
     assert said in without_input.message
@@ -312,7 +310,7 @@ def test_a_static_graph_is_not_learned_without_input(ranks: Ranks) -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_nothing_is_left_of_a_context_that_an_error_has_ended() -> None:
+def test_state_after_an_error() -> None:
     """Gradients inside a context that is not enabled are as with DistributedDataParallel."""
     models, x = pair(lambda: nn.Linear(5, 5), backend="eager"), torch.ones(2, 5) * (1 + dist.get_rank())
     for each in models:
@@ -334,7 +332,7 @@ def test_nothing_is_left_of_a_context_that_an_error_has_ended() -> None:
 
 
 @on_ranks(2)
-def test_an_error_that_concerns_all_is_raised_by_shadows_too_and_training_goes_on() -> None:
+def test_error_of_all_ranks() -> None:
     model = ddp_compile(seeded(lambda: Mlp(WIDTH, 4)), bucket_cap_mb=0.003, split="backward", backend="aot_eager")
     model.register_comm_hook(None, allreduce_hook)
     with pytest.raises(RuntimeError, match=r"layers\.1\.weight got another gradient"), model.join():
@@ -358,7 +356,7 @@ def raise_while_the_other_shadows() -> None:
             loss.backward()
 
 
-def test_a_rank_that_raises_while_another_shadows_is_named(ranks: Ranks) -> None:
+def test_rank_that_raises_while_another_shadows(ranks: Ranks) -> None:
     shadow, raising = ranks(2).run_expecting_failures(raise_while_the_other_shadows, timeout_s=2.0)
     assert raising.message == "a bad batch"
     assert "the all-reduce of bucket 0" in shadow.message and "training forward 3 has returned" in shadow.message

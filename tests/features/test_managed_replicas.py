@@ -78,7 +78,7 @@ def train_step(model: Any, manager: FakeManager, plain: nn.Module, step: int, ra
 
 @pytest.mark.parametrize("stance", only(["force_eager"], ["default", "force_eager"]))
 @on_ranks(4)
-def test_a_replica_goes_and_another_one_comes(stance: str) -> None:
+def test_replica_goes_and_comes(stance: str) -> None:
     """Two replicas of two ranks. The second one is gone in step 2; in step 3 another one heals in its place."""
     own, across = own_groups(2)
     itself, is_second = alone(), dist.get_rank() >= 2
@@ -105,17 +105,6 @@ def test_a_replica_goes_and_another_one_comes(stance: str) -> None:
         assert_buckets_launched_early(model)
 
 
-@on_ranks(2)
-def test_replicas_of_one_rank_say_when_they_send() -> None:
-    own, across = own_groups(1)
-    manager = FakeManager()
-    manager.start_quorum(across)
-    model = replicate(seeded(make_net), own, manager)
-    loss_of(model, 0, 0).backward()
-    assert_buckets_launched_early(model)
-    assert "bucket 0 launched early: after the backward of a partition" in str(model.explain())
-
-
 #: Of the second replica: settings, layers, the manager's step; and the error.
 DIFFERENCES: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "buckets": ({"bucket_cap_mb": 1.0, "first_bucket_cap_mb": 1.0}, 3, 0, "the replicas differ: bucket plan [0-9a-f]"),
@@ -126,7 +115,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], int, int, str]] = {
 
 @pytest.mark.parametrize("differs", DIFFERENCES)
 @on_ranks(2)
-def test_replicas_that_differ_are_an_error_before_a_bucket_is_sent(differs: str) -> None:
+def test_replicas_that_differ(differs: str) -> None:
     settings, depth, step, said = DIFFERENCES[differs]
     own, across = own_groups(1)
     manager = FakeManager()
@@ -140,7 +129,7 @@ def test_replicas_that_differ_are_an_error_before_a_bucket_is_sent(differs: str)
 
 
 @on_ranks(4)
-def test_parameters_that_differ_in_the_first_step_are_an_error_on_every_rank() -> None:
+def test_parameters_that_differ() -> None:
     """torchft may give the ranks of a replica the parameters of different replicas."""
     own, across = own_groups(2)
     manager = FakeManager()
@@ -157,21 +146,7 @@ def test_parameters_that_differ_in_the_first_step_are_an_error_on_every_rank() -
 
 
 @on_ranks(2)
-def test_steps_that_part_later_are_an_error_at_the_end_of_the_backward() -> None:
-    own, across = own_groups(1)
-    manager = FakeManager()
-    model = replicate(seeded(make_net), own, manager)
-    with torch.compiler.set_stance("force_eager"):
-        manager.start_quorum(across)
-        loss_of(model, 0, 0).backward()
-        manager.step += dist.get_rank()  # one has called should_commit() twice
-        manager.start_quorum(across)
-        with pytest.raises(ReductionError, match=r"step (0|1) here, from 0 to 1"):
-            loss_of(model, 1, 0).backward()
-
-
-@on_ranks(2)
-def test_a_replica_that_heals_finds_by_itself_that_it_differs() -> None:
+def test_healing_replica_that_differs() -> None:
     """It ends before it sends a bucket. The other one does not commit the step, and can go on."""
     own, across = own_groups(1)
     manager, heals = FakeManager(), dist.get_rank() == 1
@@ -193,7 +168,7 @@ def test_a_replica_that_heals_finds_by_itself_that_it_differs() -> None:
 
 
 @on_ranks(2)
-def test_an_error_of_the_manager_ends_no_backward() -> None:
+def test_error_of_the_manager() -> None:
     """The step is not committed; in the next one the replicas compare again before they send buckets."""
     own, across = own_groups(1)
     manager = FakeManager()
@@ -214,7 +189,7 @@ def test_an_error_of_the_manager_ends_no_backward() -> None:
 
 
 @on_ranks(2)
-def test_a_backward_that_leaves_out_a_bucket_is_an_error() -> None:
+def test_missing_bucket() -> None:
     own, across = own_groups(1)
     manager = FakeManager()
     manager.start_quorum(across)
@@ -228,7 +203,7 @@ def test_a_backward_that_leaves_out_a_bucket_is_an_error() -> None:
 
 
 @on_ranks(2)
-def test_it_is_refused_beside_what_only_one_replica_would_know() -> None:
+def test_refused_settings() -> None:
     own, _ = own_groups(1)
     for setting in ("find_unused_parameters", "static_graph", "check_finite_gradients"):
         with pytest.raises(ReplicationError, match=f"managed replicas cannot be used with {setting}=True"):
@@ -236,7 +211,7 @@ def test_it_is_refused_beside_what_only_one_replica_would_know() -> None:
 
 
 @on_ranks(2)
-def test_models_share_a_manager() -> None:
+def test_two_models() -> None:
     own, across = own_groups(1)
     manager = FakeManager()
     manager.start_quorum(across)
@@ -248,7 +223,7 @@ def test_models_share_a_manager() -> None:
             assert relative_difference(parameter.grad, gradient) < 1e-5
 
 
-def test_other_objects_are_refused() -> None:
+def test_no_manager() -> None:
     with pytest.raises(TypeError, match=r"manager=None is a NoneType; pass a torchft\.Manager"):
         ManagedAllReduce(None)  # type: ignore[arg-type]
 
@@ -262,7 +237,7 @@ ELSEWHERE = ["plain", "two_forwards", "tied_weights", "checkpoints", "reentrant_
 
 @pytest.mark.parametrize("way", only(WAYS_IN_CI, [*WAYS_IN_CI, *ELSEWHERE]))
 @on_ranks(2)
-def test_replicas_train_in_every_way_that_they_share(way: str) -> None:
+def test_ways_to_train(way: str) -> None:
     own, across = own_groups(1)
     manager = FakeManager()
     manager.start_quorum(across)
@@ -270,7 +245,7 @@ def test_replicas_train_in_every_way_that_they_share(way: str) -> None:
 
 
 @on_ranks(2)
-def test_no_replica_commits_what_another_one_has_sent_too_early() -> None:
+def test_sent_too_early() -> None:
     """A bucket cannot be launched again, since the other replicas do not know of it; the second replica raises."""
     own, across = own_groups(1)
     manager, is_second = FakeManager(), dist.get_rank() == 1

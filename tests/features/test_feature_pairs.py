@@ -242,17 +242,17 @@ FIRST = list(dict.fromkeys(first for first, _ in pairs()))
 
 
 @pytest.mark.parametrize("first", FIRST, ids=lambda first: first.name)
-def test_pairs_work_or_are_refused(first: Feature, ranks: Ranks) -> None:
+def test_pairs(first: Feature, ranks: Ranks) -> None:
     assert_table_holds(first, ranks(2).run(try_pairs, first, "eager"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", FIRST, ids=lambda first: first.name)
-def test_compiled_pairs_work_or_are_refused(first: Feature, ranks: Ranks) -> None:
+def test_compiled_pairs(first: Feature, ranks: Ranks) -> None:
     assert_table_holds(first, ranks(2).run(try_pairs, first, "aot_eager"))
 
 
-def test_fused_steps_are_refused_beside_a_sharded_optimizer(single_rank_group: None) -> None:
+def test_fused_steps_beside_a_sharded_optimizer(single_rank_group: None) -> None:
     model, _ = make((Feature.SHARDED_OPTIMIZER,), "eager")
     with pytest.raises(ReplicationError, match="_register_fused_optim cannot be used with the sharded optimizer: "):
         model._register_fused_optim(torch.optim.SGD, LR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from beside import difference_to_mean, own_batch, seeded
 from in_ci import only
-from models import Mlp, largest, loss_of
+from models import Mlp, loss_of
 from rank_pool import Ranks, on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_compile import ddp_compile
 from ddp_compile.features.uneven_inputs import UnevenInputs
@@ -39,7 +37,7 @@ NUM_STEPS = 6
     ],
 )
 @on_ranks(2)
-def test_there_is_one_message_in_an_iteration_whatever_is_on(settings: dict[str, Any], messages: list[int]) -> None:
+def test_one_message_in_an_iteration(settings: dict[str, Any], messages: list[int]) -> None:
     model = ddp_compile(Mlp(width=33, num_layers=4), bucket_cap_mb=0.003, backend="aot_eager", **settings)
     numbers = []
     for _ in range(NUM_STEPS):
@@ -88,7 +86,7 @@ OPTIONAL: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static
     ),
 )
 @on_ranks(2)
-def test_no_backward_asks_for_values_of_gradients(split: str, settings: dict[str, Any]) -> None:
+def test_host_does_not_wait(split: str, settings: dict[str, Any]) -> None:
     """Except for the first one: for rank 0's plan, and once for all comparisons of values if buckets are watched.
 
     On a GPU, tests/gpu says the same with torch's own detection.
@@ -108,7 +106,7 @@ def test_no_backward_asks_for_values_of_gradients(split: str, settings: dict[str
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
-def test_flags_of_all_ranks_are_heard(world_size: int) -> None:
+def test_flags_of_all_ranks(world_size: int) -> None:
     lengths = [3, 5]
     message = IterationMessage(dist.group.WORLD, torch.device("cpu"), is_needed=True)
     parts = [bytearray(length) for length in lengths]
@@ -148,7 +146,7 @@ def message_beside_a_gpu(with_store: bool) -> tuple[str, list[list[int]]]:
 
 
 @on_ranks(2)
-def test_inside_join_the_hosts_tell_each_other_who_trains() -> None:
+def test_who_trains_inside_join() -> None:
     state: Any = SimpleNamespace(process_group=dist.group.WORLD, device=torch.device("cuda", 0))
     inputs = UnevenInputs(state)
     with without_a_gpu():
@@ -169,37 +167,9 @@ class WithoutStore:
         return None
 
 
-def test_beside_gradients_on_a_gpu_the_hosts_have_a_group_of_their_own(ranks: Ranks) -> None:
+def test_group_of_hosts(ranks: Ranks) -> None:
     assert ranks(3).run(message_beside_a_gpu, True)[:2] == [("cpu", [[1, 1, 0]])] * 2
 
 
-def test_a_process_group_without_a_store_carries_the_message_itself(ranks: Ranks) -> None:
+def test_process_group_without_store(ranks: Ranks) -> None:
     assert ranks(3).run(message_beside_a_gpu, False)[:2] == [("cuda:0", [])] * 2
-
-
-class Encoder(nn.Module):
-    """Has an auxiliary head, which not every rank uses in its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.body(x)
-        return hidden, self.head(hidden)
-
-
-@pytest.mark.parametrize("split", only(["forward"], ["none", "forward"]))
-@on_ranks(2)
-def test_two_modules_in_one_backward(split: str) -> None:
-    """On rank 1 the encoder's bucket lacks the gradients of the head, and is launched when the backward is over."""
-    settings: Any = {"backend": "aot_eager" if split == "forward" else "eager", "split": split}
-    plain = [seeded(Encoder), seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))]
-    models = [ddp_compile(copy.deepcopy(each), find_unused_parameters=True, **settings) for each in plain]
-    for step in range(3):
-        uses_head = dist.get_rank() == 0 or step == 0
-        for encode, decode in (models, plain):
-            encode.zero_grad(), decode.zero_grad()
-            hidden, auxiliary = encode(own_batch(step, 8))
-            (loss_of(decode(hidden)) + (loss_of(auxiliary) if uses_head else 0.0)).backward()
-        assert largest(map(difference_to_mean, models, plain)) < 1e-6

@@ -26,22 +26,20 @@ WAYS: list[tuple[str, dict[str, bool]]] = [
     ("two_forwards", {}),
     ("contributor_that_appears_on_one_rank", {}),
     ("plain", {"find_unused_parameters": True}),
-    ("plain", {}),
     ("accumulate_in_no_sync", {}),
-    ("plain", {"static_graph": True}),
-    ("plain", {"lazy_bucket_allocation": True}),
+    ("plain", {"static_graph": True, "lazy_bucket_allocation": True}),
 ]
 
 
 @pytest.mark.parametrize(("way", "settings"), only(WAYS[:3], WAYS), ids=str)
 @on_ranks(2)
-def test_gradients_are_those_of_ddp(way: str, settings: dict[str, bool], split: str) -> None:
+def test_gradients_by_hand(way: str, settings: dict[str, bool], split: str) -> None:
     assert train(way, by_hand=True, split=split, **settings).worst < 1e-6
 
 
 @pytest.mark.parametrize("find_unused_parameters", only([True], [False, True]))
 @on_ranks(2)
-def test_a_backward_does_not_wait_for_other_ranks(find_unused_parameters: bool, split: str) -> None:
+def test_backward_does_not_wait(find_unused_parameters: bool, split: str) -> None:
     """The last rank begins its backward after those of the others have returned."""
     model = ddp_compile(
         mlp(), split=split, find_unused_parameters=find_unused_parameters, bucket_cap_mb=0.003, backend="aot_eager"
@@ -62,7 +60,7 @@ def test_a_backward_does_not_wait_for_other_ranks(find_unused_parameters: bool, 
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_what_fails_in_the_end_is_not_finalized_again() -> None:
+def test_failed_finalization() -> None:
     """The comm hook's future fails when it is waited for."""
 
     def fails_later(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -86,7 +84,7 @@ def test_what_fails_in_the_end_is_not_finalized_again() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_forgotten_it_is_named_on_every_rank() -> None:
+def test_forgotten_finalization() -> None:
     model = ddp_compile(mlp(), backend="eager")
     model.require_manual_backward_finalization = True
     x = torch.randn(6, 33)
@@ -99,7 +97,7 @@ def test_forgotten_it_is_named_on_every_rank() -> None:
 
 
 @on_ranks(2)
-def test_a_gradient_that_comes_before_it_is_an_error(split: str) -> None:
+def test_gradient_before_finalization(split: str) -> None:
     """Also if buckets are launched inside the backward."""
     model: Any = ddp_compile(mlp(), split=split, bucket_cap_mb=0.003, backend="aot_eager")
     model.require_manual_backward_finalization = True
@@ -117,7 +115,7 @@ def test_a_gradient_that_comes_before_it_is_an_error(split: str) -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_after_a_backward_anything_may_be_sent() -> None:
+def test_collective_after_backward() -> None:
     """The hook starts a second collective when its first one is over; another one is sent after the backward."""
     started = []
 
@@ -144,7 +142,7 @@ def test_after_a_backward_anything_may_be_sent() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_forgotten_inside_join_nothing_has_been_sent() -> None:
+def test_forgotten_inside_join() -> None:
     """By a rank that trains longer, to the other one, who has no input left."""
     model: Any = ddp_compile(mlp(), backend="eager")
     model.require_manual_backward_finalization = True
@@ -160,7 +158,7 @@ def test_forgotten_inside_join_nothing_has_been_sent() -> None:
 # Without manual finalization, `test_module` covers it in CI, on one rank.
 @pytest.mark.parametrize("by_hand", only([True], [False, True]))
 @on_ranks(2)
-def test_a_whole_step_may_be_compiled(by_hand: bool) -> None:
+def test_compiled_step(by_hand: bool) -> None:
     """Including the backward: Dynamo sees the frames of our hooks."""
     models = pair(mlp, bucket_cap_mb=0.003)
     models[0].require_manual_backward_finalization = by_hand

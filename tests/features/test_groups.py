@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from queue import Queue
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from beside import own_batch, seeded
 from models import Mlp, loss_of
-from rank_pool import RankPool, Ranks
+from rank_pool import Ranks
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
@@ -201,7 +200,7 @@ WAYS: dict[str, tuple[int, Callable[[bool], Any]]] = {
 }
 #: `test_iteration_message` has two models in one group too, in one backward.
 LONG = ["in two groups that share a rank", "in one group", "with collectives in another group", "in a loader's thread"]
-#: Dynamo of torch 2.11 refuses collectives in a graph (the error is in single_rank/test_compile_failures.py), and
+#: Dynamo of torch 2.11 refuses collectives in a graph (the error is in compile/test_compile_failures.py), and
 #: crashes if two threads compile any two modules.
 NOT_WITH_2_11 = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 cannot do it")
 
@@ -216,27 +215,7 @@ def both(way: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=marks_of(way)) for way in WAYS])
-def test_gradients_are_ddps(ranks: Callable[[int], RankPool], way: str) -> None:
+def test_groups_and_threads(ranks: Ranks, way: str) -> None:
     for rank, (ours, theirs) in enumerate(ranks(WAYS[way][0]).run(both, way)):
         assert ours == theirs
         assert bool(ours) != (way == "on two of three" and rank == 2)
-
-
-def end_before_a_callback() -> None:
-    """Leave a callback that holds the group on a thread of the group, and enough groups that the pool frees them."""
-    for _ in range(3):
-        dist.new_group()
-    group = dist.group.WORLD
-
-    def slow(_future: Any) -> int:
-        time.sleep(0.3)
-        return group.size()
-
-    dist.all_reduce(torch.ones(1), async_op=True).get_future().then(slow)
-
-
-def test_a_pool_frees_no_group_that_a_callback_holds(ranks: Ranks) -> None:
-    """Otherwise the group is freed on its own thread, which ends the process."""
-    ranks(2).run(end_before_a_callback)
-    time.sleep(0.6)
-    ranks(2).run(end_before_a_callback)

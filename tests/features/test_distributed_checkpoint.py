@@ -93,13 +93,13 @@ def load(path: str, by_ddp: bool = False) -> Trained:
     return training.result()
 
 
-def test_training_goes_on_as_without_an_asynchronous_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+def test_asynchronous_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     two = ranks(2)
     through = two.run(save, str(tmp_path), False, True)
     assert two.run(load, str(tmp_path)) == through
 
 
-def test_another_number_of_ranks_loads_it(ranks: Ranks, tmp_path: Path) -> None:
+def test_other_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     through = ranks(2).run(save, str(tmp_path), False, False)[0]
     for size in (1, 3):
         for found in ranks(size).run(load, str(tmp_path)):
@@ -110,7 +110,7 @@ def test_another_number_of_ranks_loads_it(ranks: Ranks, tmp_path: Path) -> None:
             assert max(differences) < 1e-4, (size, differences)
 
 
-def test_ddps_checkpoint_and_ours_are_the_same(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_are_ddps(ranks: Ranks, tmp_path: Path) -> None:
     two, ours, theirs = ranks(2), str(tmp_path / "ours"), str(tmp_path / "theirs")
     through = two.run(save, theirs, True, False)
     assert two.run(save, ours, False, False) == through

@@ -54,7 +54,7 @@ def train(make: Callable[[], Any], delayed: list[str], trigger: str, step_of: St
 
 @pytest.mark.parametrize("by_itself", [False, True])
 @on_ranks(2)
-def test_they_are_the_mean_of_all_backwards(by_itself: bool) -> None:
+def test_delayed_mean(by_itself: bool) -> None:
     def step_of(model: Any, x: Tensor, step: int) -> None:
         if by_itself:
             (model.table @ x.T).square().sum().backward()  # the trigger's gradient does not come in this one
@@ -63,36 +63,39 @@ def test_they_are_the_mean_of_all_backwards(by_itself: bool) -> None:
     assert train(Net, ["table", "scale"], "first.weight", step_of) < 1e-6
 
 
-def test_what_does_not_fit_is_named(single_rank_group: None) -> None:
+def frozen_scale() -> nn.Module:
     net = Net()
-    with pytest.raises(ValueError, match=r"belong together.*pass both, or neither"):
-        ddp_compile(net, delay_all_reduce_named_params=[("table", net.table)])
-    with pytest.raises(ValueError, match="belong together"):
-        ddp_compile(net, param_to_hook_all_reduce=net.table)
-    with pytest.raises(ReplicationError, match="names tables, which is not that parameter of the module"):
-        ddp_compile(
-            net, delay_all_reduce_named_params=[("tables", net.table)], param_to_hook_all_reduce=net.first.weight
-        )
     net.scale.requires_grad_(False)
-    with pytest.raises(ReplicationError, match=r"scale requires no gradient.*leave it out"):
-        ddp_compile(
-            net, delay_all_reduce_named_params=[("scale", net.scale)], param_to_hook_all_reduce=net.first.weight
-        )
-    plain: Any = ddp_compile(
-        net,
-        backend="eager",
-        delay_all_reduce_named_params=[("table", net.table)],
-        param_to_hook_all_reduce=net.first.weight,
-    ).unwrap()
-    with pytest.raises(ReplicationError, match="every parameter that requires a gradient is named in"):
-        every: Any = (pair for pair in plain.named_parameters() if pair[1].requires_grad)
-        ddp_compile(plain, delay_all_reduce_named_params=every, param_to_hook_all_reduce=plain.last.bias)
-    table = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
-    with pytest.raises(ReplicationError, match=r"0\.weight: sparse gradients cannot be delayed; leave them out"):
-        first = list(table.named_parameters())[:1]
-        ddp_compile(table, delay_all_reduce_named_params=first, param_to_hook_all_reduce=table[1].weight)
-    plain(torch.ones(2, WIDTH)).sum().backward()
-    assert plain.first.weight.grad is not None and plain.table.grad is not None
+    return net
+
+
+EVERY = [name for name, _ in Net().named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("make", "delayed", "trigger", "said"),
+    [
+        (Net, ["table"], "", r"belong together.*pass both, or neither"),
+        (Net, [], "table", r"belong together.*pass both, or neither"),
+        (Net, ["tables"], "first.weight", "names tables, which is not that parameter of the module"),
+        (frozen_scale, ["scale"], "first.weight", r"scale requires no gradient.*leave it out"),
+        (Net, EVERY, "last.bias", "every parameter that requires a gradient is named in"),
+        (
+            lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)),
+            ["0.weight"],
+            "1.weight",
+            r"0\.weight: sparse gradients cannot be delayed; leave them out",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit(
+    make: Any, delayed: list[str], trigger: str, said: str, single_rank_group: None
+) -> None:
+    net = make()
+    names = dict(net.named_parameters())
+    arguments: dict[str, Any] = {"delay_all_reduce_named_params": [(n, names.get(n, net)) for n in delayed]}
+    with pytest.raises((ValueError, ReplicationError), match=said):
+        ddp_compile(net, **(arguments if delayed else {}), param_to_hook_all_reduce=names.get(trigger))
 
 
 class FirstOnOneRank(nn.Module):
@@ -111,7 +114,7 @@ class FirstOnOneRank(nn.Module):
 
 
 @on_ranks(2)
-def test_ranks_may_meet_the_trigger_at_another_time() -> None:
+def test_trigger_at_another_time() -> None:
     def step_of(model: Any, x: Tensor, step: int) -> None:
         model(x)[0].sum().backward()
 
@@ -152,7 +155,7 @@ def nothing(module: Net) -> None:
     ],
 )
 @on_ranks(2)
-def test_what_would_not_be_averaged_is_refused_on_every_rank(make: Any, change: Any, num_steps: int, said: str) -> None:
+def test_refused_on_every_rank(make: Any, change: Any, num_steps: int, said: str) -> None:
     module = make()
     change(module)
     delayed: Any = {"delay_all_reduce_named_params": [("table", module.table)]}

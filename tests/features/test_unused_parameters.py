@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from beside import difference, difference_to_mean, own_batch, pair
 from in_ci import only
 from models import assert_buckets_launched_early, relative_difference
-from rank_pool import RankFailure, RankPool, Ranks, on_ranks
+from rank_pool import on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import GradientArrivalError, ddp_compile
@@ -69,7 +70,6 @@ def choose(branch: int, *models: nn.Module) -> None:
 class Case(NamedTuple):
     """One way to train branches."""
 
-    world_size: int = 2
     returns: str = "tensor"
     as_view: bool = True
     set_to_none: bool = True
@@ -77,35 +77,19 @@ class Case(NamedTuple):
     tolerance: float = 1e-6
 
 
-LAZY, BYTES = {"lazy_bucket_allocation": True}, {"algorithm": ByteGrad()}
-IN_CI = {
+LONG = {"inductor": [pytest.mark.long, pytest.mark.inductor]}
+CASES = {
     "copied and zeroed": Case(as_view=False, set_to_none=False),
-    "lazy": Case(set_to_none=False, ours=LAZY),
-    "in a dataclass": Case(returns="dataclass"),
-    "in eight bits": Case(ours=BYTES, tolerance=0.05),
-}
-CASES = IN_CI | {
-    "plain": Case(),
-    "copied": Case(as_view=False),
-    "zeroed": Case(set_to_none=False),
-    "three ranks": Case(3),
-    "copied and lazy": Case(as_view=False, ours=LAZY),
-    "in a dict": Case(returns="dict"),
-    "inductor": Case(ours={"backend": "inductor"}, tolerance=1e-5),
+    "lazy": Case(set_to_none=False, ours={"lazy_bucket_allocation": True}),
+    "in a dataclass": Case("dataclass"),
+    "in eight bits": Case(ours={"algorithm": ByteGrad()}, tolerance=0.05),
+    "inductor": Case("dict", ours={"backend": "inductor"}, tolerance=1e-5),
 }
 
 
-def marked(name: str) -> Any:
-    marks = [pytest.mark.inductor] if name == "inductor" else []
-    return pytest.param(CASES[name], id=name, marks=[*marks, *([] if name in IN_CI else [pytest.mark.long])])
-
-
-@pytest.mark.parametrize("case", map(marked, CASES))
-def test_ranks_that_use_different_branches(case: Case, ranks: Ranks) -> None:
-    ranks(case.world_size).run(branch_by_rank_and_step, case)
-
-
-def branch_by_rank_and_step(case: Case) -> None:
+@pytest.mark.parametrize("case", [pytest.param(CASES[name], id=name, marks=LONG.get(name, [])) for name in CASES])
+@on_ranks(2)
+def test_branches_by_rank(case: Case) -> None:
     """Branches 0 and 1 by rank, then both ranks the same, then a branch that only one rank ever uses."""
     models = branches(case.returns, {"gradient_as_bucket_view": case.as_view}, **case.ours)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -123,9 +107,8 @@ def branch_by_rank_and_step(case: Case) -> None:
 
 
 @pytest.mark.parametrize("as_view", only([True], [True, False]))
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
-@on_ranks()
-def test_a_gradient_that_nobody_adds_to_keeps_every_bit(world_size: int, as_view: bool) -> None:
+@on_ranks(3)
+def test_unused_gradient_keeps_every_bit(as_view: bool) -> None:
     """The gradient of a branch that no rank uses anymore stays as it is, in its memory."""
     ours, _ = branches(both={"gradient_as_bucket_view": as_view})
     choose(1, ours)
@@ -140,7 +123,7 @@ def test_a_gradient_that_nobody_adds_to_keeps_every_bit(world_size: int, as_view
 
 
 @on_ranks(2)
-def test_what_was_used_inside_no_sync_is_reduced() -> None:
+def test_used_inside_no_sync() -> None:
     """One rank uses a branch in a micro-batch that is not reduced: the iteration after it still has to send it."""
     models = branches()
     for step in range(3):
@@ -155,7 +138,7 @@ def test_what_was_used_inside_no_sync_is_reduced() -> None:
 
 
 @on_ranks(2)
-def test_outputs_that_are_ignored_and_two_forwards_before_one_backward() -> None:
+def test_two_forwards() -> None:
     """A forward whose outputs are discarded marks nothing. If two forwards come before a backward, both count."""
     ours, theirs = branches()
     x = own_batch(0, WIDTH)
@@ -177,7 +160,7 @@ def test_outputs_that_are_ignored_and_two_forwards_before_one_backward() -> None
 
 
 @on_ranks(2)
-def test_an_output_outside_of_the_loss_is_no_error() -> None:
+def test_output_outside_of_the_loss() -> None:
     """Its parameters were reached and get nothing. Run eagerly: a compiled graph returns zeros for them."""
     ours, _ = branches("dict", backend="eager")
     outputs = ours(torch.randn(4, WIDTH))
@@ -199,7 +182,7 @@ class SparseBranch(nn.Module):
 
 
 @on_ranks(2)
-def test_a_sparse_gradient_of_one_rank() -> None:
+def test_sparse_gradient_of_one_rank() -> None:
     model = ddp_compile(SparseBranch(), backend="aot_eager", find_unused_parameters=True)
     model.embeds = dist.get_rank() == 0
     model(torch.ones(4, WIDTH)).sum().backward()
@@ -212,23 +195,19 @@ def test_a_sparse_gradient_of_one_rank() -> None:
     assert model.embedding.weight.grad is None
 
 
-def regularizer_on_what_is_not_reached() -> float:
-    """A gradient from outside the module, for a parameter that its outputs do not lead to."""
+@on_ranks(2)
+def test_gradient_from_outside(each_split: str) -> None:
+    """The loss uses a parameter that the module's outputs do not lead to: every rank has the mean, or an error."""
     ours, _ = branches()
     weight = ours.branches[3].weight
     x = torch.full((4, WIDTH), 1.0 + dist.get_rank())
-    (ours(x).square().sum() + weight.square().sum() * (1 + dist.get_rank())).backward()
-    return relative_difference(weight.grad, 3 * weight.detach())
-
-
-def test_a_gradient_from_outside_is_exact_or_named(ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    for result in pool.run_expecting_failures(regularizer_on_what_is_not_reached):
-        if isinstance(result, RankFailure):
-            assert result.kind == "GradientArrivalError"
-            assert "branches.3.weight got a gradient after its bucket had been launched without one" in result.message
-        else:
-            assert result < 1e-6
+    said = r"branches\.3\.weight got a gradient after its bucket had been launched without one"
+    try:
+        (ours(x).square().sum() + weight.square().sum() * (1 + dist.get_rank())).backward()
+    except GradientArrivalError as error:
+        assert re.search(said, str(error))
+    else:
+        assert relative_difference(weight.grad, 3 * weight.detach()) < 1e-6
 
 
 # skip_all_reduce_unused_params: buckets that no rank uses are not sent, and all else is as without it.
@@ -238,7 +217,7 @@ SKIPS = {"skip_all_reduce_unused_params": True}
 
 def count_launches(model: Any) -> list[str]:
     """A list to which the names of the parameters of each bucket are added when it is sent."""
-    algorithm = model._ddp_compile_state.reducer.algorithm
+    algorithm = model.comm_algorithm
     launched, launch = [], algorithm.launch
 
     def counted(bucket: Any, is_last: bool) -> Any:
@@ -252,7 +231,7 @@ def count_launches(model: Any) -> list[str]:
 @pytest.mark.parametrize("promise", only(["find_unused_parameters"], ["find_unused_parameters", "static_graph"]))
 @pytest.mark.parametrize("set_to_none", only([True], [False, True]))
 @on_ranks(2)
-def test_what_no_rank_uses_is_not_sent_again(promise: str, set_to_none: bool) -> None:
+def test_skip_unused(promise: str, set_to_none: bool) -> None:
     models = branches(both={**SKIPS, "bucket_cap_mb": 0.0005, "find_unused_parameters": False, promise: True})
     choose(1, *models)
     launched = count_launches(models[0])
@@ -277,7 +256,7 @@ def test_what_no_rank_uses_is_not_sent_again(promise: str, set_to_none: bool) ->
 
 
 @on_ranks(2)
-def test_what_one_rank_uses_is_sent() -> None:
+def test_skip_unused_but_used_by_one_rank() -> None:
     """DistributedDataParallel's ranks would wait for each other forever: the reference sends everything."""
     models = branches(both={"bucket_cap_mb": 0.0005}, **SKIPS)
     choose(dist.get_rank(), *models)
@@ -292,7 +271,7 @@ def test_what_one_rank_uses_is_sent() -> None:
 
 
 @on_ranks(2)
-def test_what_is_used_after_all_is_named_on_every_rank() -> None:
+def test_skipped_but_used_later() -> None:
     """In the third step one rank takes a branch that no rank has used."""
     rank = dist.get_rank()
     ours, theirs = branches(both={**SKIPS, "bucket_cap_mb": 0.0005})
@@ -313,7 +292,7 @@ def test_what_is_used_after_all_is_named_on_every_rank() -> None:
 
 
 @on_ranks(2)
-def test_what_shares_a_bucket_that_is_sent_may_be_used_later() -> None:
+def test_skip_unused_of_a_shared_bucket() -> None:
     """The branches that rank 0 does not take are one bucket, of which the second step uses more than the first did."""
     models = branches(both={"bucket_cap_mb": 0.0025}, **SKIPS)
     for step in range(4):
@@ -324,6 +303,6 @@ def test_what_shares_a_bucket_that_is_sent_may_be_used_later() -> None:
         assert difference(*models) < 1e-6
 
 
-def test_without_anything_unused_it_is_said_to_have_no_effect(single_rank_group: None) -> None:
+def test_skip_unused_without_find_unused(single_rank_group: None) -> None:
     with pytest.warns(UserWarning, match="skip_all_reduce_unused_params=True has no effect without find_unused"):
         ddp_compile(nn.Linear(2, 2), skip_all_reduce_unused_params=True, backend="eager")

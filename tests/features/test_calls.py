@@ -21,7 +21,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_compile import RanksDifferError, ddp_compile
+from ddp_compile import ddp_compile
 
 WIDTH, NUM_STEPS = 16, 5
 CAP_MB = 0.0015  # a layer
@@ -139,7 +139,7 @@ def warnings_of(name: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("when", only([0], [0, 2]))
 @pytest.mark.parametrize("call", UNCOMPILED)
 @on_ranks(2)
-def test_later_calls_are_compiled(call: str, when: int, on_rank_0_alone: bool, settings: str) -> None:
+def test_modes_and_transforms(call: str, when: int, on_rank_0_alone: bool, settings: str) -> None:
     """A call that cannot be compiled runs uncompiled, with exact gradients, also on one rank alone."""
     ours, plain = beside_plain(Scaled, bucket_cap_mb=CAP_MB, **SETTINGS[settings])
 
@@ -153,15 +153,6 @@ def test_later_calls_are_compiled(call: str, when: int, on_rank_0_alone: bool, s
     assert not any("nothing was compiled" in each for each in said)
     if settings != "eager":
         assert_buckets_launched_early(ours)
-
-
-class Normalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.layer(x))
 
 
 class Checkpointed(nn.Module):
@@ -178,7 +169,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
-def test_recomputation_runs_what_the_forward_ran(reentrant: bool) -> None:
+def test_checkpoint_under_a_mode(reentrant: bool) -> None:
     """The mode ends before the backward, in which the blocks of the checkpoints run again."""
     ours, plain = beside_plain(lambda: Checkpointed(reentrant), bucket_cap_mb=CAP_MB, regions=[Blocks])
 
@@ -193,10 +184,10 @@ def test_recomputation_runs_what_the_forward_ran(reentrant: bool) -> None:
 
 @pytest.mark.long
 @on_ranks(2)
-def test_export_of_a_module_with_buffers() -> None:
+def test_export() -> None:
     """Nothing is broadcast into the exported program, however many forwards came before."""
     for num_before in range(3):
-        model = ddp_compile(Normalized(), backend="aot_eager")
+        model = ddp_compile(Scaled(), backend="aot_eager")
         for _ in range(num_before):
             one_backward(model, own_batch(0, WIDTH))
         program = torch.export.export(model, (own_batch(0, WIDTH),))
@@ -245,7 +236,7 @@ LEFT_TO_PYTHON: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("settings", only(["backward"], SETTINGS))
 @pytest.mark.parametrize("how", only(["disabled", "scripted"], LEFT_TO_PYTHON))
 @on_ranks(2)
-def test_the_rest_is_compiled(how: str, settings: str) -> None:
+def test_submodules_left_to_python(how: str, settings: str) -> None:
     plain, other = (Around(seeded(LEFT_TO_PYTHON[how])) for _ in range(2))  # TorchScript cannot be copied
     other.load_state_dict(plain.state_dict())
     model: Any = ddp_compile(other, **{"backend": "aot_eager", "bucket_cap_mb": CAP_MB, **SETTINGS[settings]})
@@ -256,111 +247,9 @@ def test_the_rest_is_compiled(how: str, settings: str) -> None:
 
 
 @on_ranks(2)
-def test_no_region_in_a_disabled_module() -> None:
+def test_regions_in_a_disabled_module() -> None:
     model: Any = ddp_compile(Around(torch.compiler.disable(Mlp(WIDTH))), regions=[nn.Linear], backend="aot_eager")
     assert all(not name.startswith("middle") for region in model.explain().regions for name in region.names)
-
-
-# Buffers
-
-
-class Cached(nn.Module):
-    """A buffer that grows with the longest batch that a rank has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = mlp()
-        self.register_buffer("positions", torch.arange(2.0), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) > len(self.positions):
-            self.register_buffer("positions", torch.arange(float(len(x))), persistent=False)
-        return self.mlp(x + self.positions[: len(x), None])
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_buffers_may_grow_alike() -> None:
-    ours, plain = beside_plain(Cached)
-    for rows in (4, 6, 5):
-        assert max(train_beside((ours, plain), num_steps=2, width=WIDTH, rows=rows, lr=0.1)) < 1e-5
-    assert ours.positions.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-class Lazy(nn.Linear):
-    """With a buffer that is None at first."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.register_buffer("cache", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.cache is None else super().forward(x) * self.cache
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_buffers_that_are_none_at_first() -> None:
-    model = ddp_compile(Lazy(), backend="eager")
-    one_backward(model, own_batch(0, WIDTH))
-    model.cache = torch.full((WIDTH,), dist.get_rank() + 1.0)
-    one_backward(model, own_batch(1, WIDTH))
-    assert float(model.cache[0]) == 1.0
-    if dist.get_rank():
-        model.cache = None
-    with pytest.raises(
-        RanksDifferError, match=r"buffer cache: float32\[16\] on rank 0 is buffer cache: None on rank 1"
-    ):
-        model(own_batch(2, WIDTH))
-    if dist.get_rank():
-        model.cache = torch.ones(WIDTH, dtype=torch.float64)
-    with pytest.raises(RanksDifferError, match=r"float32\[16\] on rank 0 is buffer cache: float64\[16\] on rank 1"):
-        model(own_batch(2, WIDTH))
-
-
-@pytest.mark.parametrize("longer", [0, 1])
-@pytest.mark.parametrize("ends", ["forward", "join"])
-@on_ranks(3)
-def test_buffers_of_other_sizes_are_named(longer: int, ends: str) -> None:
-    model = ddp_compile(Cached(), backend="eager")
-    rows = 6 if dist.get_rank() == longer else 4
-    sizes = (
-        rf"float32\[{'6' if longer == 0 else '4'}\] on rank 0 is .*float32\[{'4' if longer == 0 else '6'}\] on rank 1"
-    )
-    with pytest.raises(RanksDifferError, match=f"buffer positions: {sizes}"):
-        if ends == "join":
-            with model.join():
-                one_backward(model, own_batch(0, WIDTH, rows))
-        else:
-            for _ in range(2):
-                one_backward(model, own_batch(0, WIDTH, rows))
-    assert model.positions.tolist() == list(range(rows))
-
-
-@on_ranks(2)
-def test_buffers_after_a_forward_without_gradients() -> None:
-    """DistributedDataParallel leaves out the broadcast of the next training forward, if it was in training mode."""
-    ours, theirs = pair(Scaled)
-    seen = []
-    for model, buffer in ((ours, ours.scale), (theirs, theirs.module.scale)):
-        one_backward(model, own_batch(0, WIDTH))
-        with torch.no_grad():
-            model(own_batch(1, WIDTH))
-        buffer.fill_(dist.get_rank() + 1.0)
-        one_backward(model, own_batch(2, WIDTH))
-        seen.append(float(buffer[0]))
-    assert seen == [1.0, dist.get_rank() + 1.0]
-
-
-@on_ranks(2)
-def test_jvp_of_a_module_with_buffers() -> None:
-    """DistributedDataParallel raises, since it writes to buffers inside the transform."""
-    ours, theirs = pair(Scaled)
-    with pytest.raises(RuntimeError, match="in-place operation"):
-        jvp_step(theirs, own_batch(0, WIDTH))
-    ours.scale.fill_(dist.get_rank() + 1.0)
-    jvp_step(ours, own_batch(0, WIDTH)).backward()
-    assert float(ours.scale[0]) == 1.0
 
 
 # Outputs in which no tensors are found
@@ -378,7 +267,7 @@ class Policy(nn.Module):
 
 @pytest.mark.parametrize("settings", only(["backward"], SETTINGS))
 @on_ranks(2)
-def test_a_distribution_comes_out(settings: str) -> None:
+def test_distribution_as_output(settings: str) -> None:
     chosen = SETTINGS[settings]
     ours, plain = beside_plain(Policy, bucket_cap_mb=CAP_MB, **{"find_unused_parameters": True, **chosen})
 
@@ -398,7 +287,7 @@ def spectral() -> nn.Module:
 
 @pytest.mark.parametrize("split", only(["auto"], ["auto", "forward", "backward"]))
 @on_ranks(2)
-def test_spectral_norm_is_launched_early(split: str) -> None:
+def test_spectral_norm(split: str) -> None:
     model, theirs = pair(spectral, bucket_cap_mb=CAP_MB, split=split)
     assert max(train_beside((model, theirs), num_steps=NUM_STEPS, width=WIDTH)) < 1e-5
     launches = model.explain().launches

@@ -53,7 +53,7 @@ def models(use_reentrant: bool, as_view: bool = True) -> tuple[Any, Any]:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("as_view", only([True], [True, False]))
 @on_ranks(2)
-def test_checkpoints_over_one_weight_and_parameters_that_nobody_uses(use_reentrant: bool, as_view: bool) -> None:
+def test_checkpoints_over_one_weight(use_reentrant: bool, as_view: bool) -> None:
     ours, theirs = models(use_reentrant, as_view)
     arrivals = []
     ours.shared.weight.register_post_accumulate_grad_hook(lambda _: arrivals.append(1))
@@ -75,7 +75,7 @@ class Layers(nn.Sequential):
 
 @pytest.mark.parametrize("use_reentrant", only([True], [True, False]))
 @on_ranks(2)
-def test_a_checkpoint_around_the_whole_module(use_reentrant: bool) -> None:
+def test_checkpoint_around_the_module(use_reentrant: bool) -> None:
     def step_of(model: nn.Module, x: Tensor, step: int) -> None:
         loss_of(checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant)).backward()
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_around_the_whole_module(use_reentrant: bool) -> None:
 
 
 @on_ranks(2)
-def test_a_parameter_that_only_the_loss_uses() -> None:
+def test_parameter_used_by_the_loss_alone() -> None:
     """A parameter that the forward does not use, but the loss does, in every iteration."""
     ours, _ = models(use_reentrant=False)
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_a_parameter_that_only_the_loss_uses() -> None:
     ],
 )
 @on_ranks(2)
-def test_a_broken_promise_is_named(first: bool, second: bool, error: type[Exception], message: str) -> None:
+def test_broken_promise(first: bool, second: bool, error: type[Exception], message: str) -> None:
     ours, _ = models(use_reentrant=False)
     x = torch.ones(4, WIDTH)
     ours.uses_spare = first
@@ -113,6 +113,6 @@ def test_a_broken_promise_is_named(first: bool, second: bool, error: type[Except
         ours(x)
 
 
-def test_it_makes_find_unused_parameters_pointless(single_rank_group: None) -> None:
+def test_static_graph_with_find_unused(single_rank_group: None) -> None:
     with pytest.warns(UserWarning, match="find_unused_parameters=True has no effect with static_graph=True"):
         ddp_compile(nn.Linear(2, 2), static_graph=True, find_unused_parameters=True, backend="eager")

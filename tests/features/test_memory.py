@@ -54,7 +54,7 @@ def peak_of(trained: nn.Module, set_to_none: bool = True) -> int:
 @pytest.mark.skipif(not BATCHED_GRAD_COPY, reason="this DistributedDataParallel copies no bucket as a whole")
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @on_ranks(2)
-def test_no_more_is_live_than_with_eager_ddp_or_compiled_ddp(backend: str | None) -> None:
+def test_peak_is_ddps(backend: str | None) -> None:
     def with_ddp() -> nn.Module:
         replicated = DistributedDataParallel(
             model(), bucket_cap_mb_list=list(CAPS_MIB), gradient_as_bucket_view=True, batched_grad_copy=True
@@ -78,7 +78,7 @@ def test_no_more_is_live_than_with_eager_ddp_or_compiled_ddp(backend: str | None
 
 @pytest.mark.inductor
 @on_ranks(2)
-def test_a_static_graph_lets_gradients_go_when_their_bucket_leaves() -> None:
+def test_static_graph_frees_gradients_early() -> None:
     found = {}
     for static_graph in (False, True):
         trained = ddp_compile(
@@ -95,7 +95,7 @@ def test_a_static_graph_lets_gradients_go_when_their_bucket_leaves() -> None:
 
 
 @on_ranks(2)
-def test_gradients_set_to_zero_cost_no_more_than_none() -> None:
+def test_zeroed_gradients() -> None:
     found = {}
     for set_to_none in (False, True):
         trained = ddp_compile(products(), bucket_cap_mb=0.25, split="backward", backend="aot_eager")
@@ -118,7 +118,7 @@ def live_in_the_end(parameters: list[nn.Parameter], expected: float) -> int:
 @pytest.mark.parametrize("as_view", only([True], [True, False]))
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_flat_buffers_stay_or_lazily_allocated_are_gone_when_gradients_are(as_view: bool, lazily: bool) -> None:
+def test_lazy_bucket_allocation(as_view: bool, lazily: bool) -> None:
     settings = {"gradient_as_bucket_view": as_view, "lazy_bucket_allocation": lazily}
     trained = ddp_compile(products(), bucket_cap_mb=0.5, backend="eager", **settings)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)

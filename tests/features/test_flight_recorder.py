@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
-import threading
 import traceback
 import weakref
 from collections.abc import Callable
@@ -56,7 +55,7 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[Any], Any], int]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_each_collective_of_a_bucket_is_recorded_with_its_number_and_the_plan(way: str) -> None:
+def test_recorded_collectives(way: str) -> None:
     settings, change, num_sent = WAYS[way]
     with torch.compiler.set_stance("force_eager"):
         model = ddp_compile(Mlp(WIDTH, 4), bucket_cap_mb=CAP_MB, **settings)
@@ -70,7 +69,7 @@ def test_each_collective_of_a_bucket_is_recorded_with_its_number_and_the_plan(wa
 
 
 @on_ranks(2)
-def test_what_a_sharded_optimizer_sends_is_started_from_a_frame_with_the_buckets_name() -> None:
+def test_collectives_of_sharded_optimizers() -> None:
     """The recorder has no messages of gloo's from rank to rank, but those of NCCL."""
     found: dict[str, list[str]] = {"reduce_scatter": [], "all_gather": []}
 
@@ -115,7 +114,7 @@ def train_and_drop(callback: Callable[[weakref.ref[CodeType]], object]) -> list[
 
 
 @on_ranks(2)
-def test_the_recorder_never_holds_the_last_reference_to_a_frames_code() -> None:
+def test_code_outlives_the_recorder() -> None:
     """Its death there would run callbacks inside a lock of torch's."""
     died: list[weakref.ref[CodeType]] = []
     with torch.compiler.set_stance("force_eager"):
@@ -132,28 +131,3 @@ def replace_entries() -> None:
     alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
     for _ in range(NUM_KEPT + 1):  # the stack that is replaced last dies with the next record
         alone.allreduce([torch.zeros(1)]).wait()
-
-
-def record_stacks_until(is_over: threading.Event) -> None:
-    while not is_over.wait(0.001):
-        torch._C._profiler.gather_traceback(True, False, False)
-
-
-@pytest.mark.long  # the test before this one says what must not happen; this one waits for what would
-@on_ranks(2)
-def test_models_that_are_made_and_dropped_do_not_hang_while_another_thread_records_stacks() -> None:
-    is_over = threading.Event()
-    references: list[weakref.ref[CodeType]] = []  # without them there would be no callback
-    recording = threading.Thread(target=record_stacks_until, args=(is_over,))
-    recording.start()
-    try:
-        for i in range(10):
-            with torch.compiler.set_stance("force_eager" if i % 5 else "default"):
-                # As a callback that lets another thread run, or that frees a stack.
-                references += train_and_drop(lambda reference: is_over.wait(0.01))
-            torch._dynamo.reset()
-            gc.collect()
-            replace_entries()
-    finally:
-        is_over.set()
-        recording.join()
