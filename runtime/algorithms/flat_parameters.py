@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_compile import torch_internals
 from ddp_compile.kernels import flatten_scale, unflatten
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
-from ddp_compile.runtime.algorithms.messages import wait_for
+from ddp_compile.runtime.comm.transfers import all_reduce, wait_for
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -81,18 +81,13 @@ def _local(parameters: Sequence[Tensor]) -> list[Tensor]:
     return torch_internals.local_tensors([parameter.detach() for parameter in parameters])
 
 
-def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work = torch_internals.started(dist.all_reduce(flat, group=group, async_op=True))
-    return work
-
-
 def average_over(group: dist.ProcessGroup, parameters: FlatParameters, name: str) -> None:
     """Replace the parameters by their mean over a group, with the same bits on every rank.
 
     Args:
         group: Every rank of it calls this.
         parameters: As many values on every rank.
-        name: What the error says has failed, the algorithm's name for example.
+        name: As for `wait_for`.
 
     Raises:
         ReductionError: A rank is gone, or has not come within the group's timeout.

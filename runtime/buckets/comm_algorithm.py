@@ -91,7 +91,11 @@ class Traits:
 
 
 class Pending(Protocol):
-    """A reduction under way, such as a ``torch.distributed.Work``."""
+    """A reduction under way: a ``torch.distributed.Work``, a `Transfer`, or an object of your own.
+
+    If it has an attribute ``works``, a list of works and futures that are done when it is, ``model.measure()`` notes
+    when that was, as it does for a work.
+    """
 
     def wait(self) -> object:
         """Return when the reduced gradients are in the bucket's flat buffer, or will be before later work on the
@@ -105,6 +109,11 @@ class Pending(Protocol):
 
     def result(self) -> list[Tensor]:
         """The reduced flat buffer, or tensor of a sparse bucket; called after `wait`."""
+
+
+def device_of(parameters: Mapping[str, Parameter]) -> torch.device:
+    """The device of the first parameter, with which the ranks can send messages."""
+    return next(iter(parameters.values())).device
 
 
 class CommAlgorithm(ABC):

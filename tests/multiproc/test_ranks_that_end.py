@@ -214,7 +214,7 @@ def test_agreement_points_leave_one_counter_behind() -> None:
     dist.barrier()
     counters = monitor._store._store._underlying_non_prefix_store.list_keys()
     dist.barrier()
-    iteration_number, counters = monitor._points.iteration_number, [key for key in counters if "/agreement/" in key]
+    iteration_number, counters = monitor.iteration_number, [key for key in counters if "/agreement/" in key]
     assert iteration_number == 21
     assert len(counters) == 1
 
