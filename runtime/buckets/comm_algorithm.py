@@ -120,7 +120,7 @@ class CommAlgorithm(ABC):
     """How one module's ranks communicate; built by an `AlgorithmConfig`.
 
     Every rank calls the methods in the same order, except for `using_parameters` and the states. The thread that runs
-    the backward calls `launch` and `after_backward`. docs/custom_algorithms.md says when each method is called and what
+    the backward calls `launch` and `after_backward`. docs/algorithms.md says when each method is called and what
     it may rely on.
     """
 

@@ -85,6 +85,10 @@ class AgreementPoints:
         if fingerprint is not None and not self.is_paused:
             self._add(order, fingerprint)
 
+    def sends_buffers(self) -> None:
+        """Record that this model sends its buffers over the process group that models share."""
+        self._shared.sends("buffers", self.model)
+
     def local_steps_are(self, number: int) -> None:
         """How often an optimizer has stepped with gradients that no other rank has; see `LocalSteps`."""
         self._num_local_steps = number

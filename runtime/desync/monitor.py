@@ -68,7 +68,7 @@ class DesyncMonitor(AgreementPoints):
 
     def buffers_are_broadcast(self, kind: str) -> None:
         """Record that the forward waits for rank 0's buffers."""
-        self._shared.sends("buffers", self.model)
+        self.sends_buffers()
         self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
 
     def forward_ends(self, kind: str, outputs: Any = None, trains: bool = True) -> None:
