@@ -193,8 +193,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
     def _apply(self) -> None:
         assert self._pending is not None
-        flats = self.parameters.new()
-        self.parameters.read(flats)
+        flats = self.parameters.copies()
         for flat, copied, total in zip(flats, *self._pending, strict=True):
             average_into(flat, total, copied, self.group.size())
         self.parameters.write(flats)

@@ -61,7 +61,7 @@ class DiLoCoAlgorithm(ParameterAverage):
             return ""
         return (
             f"DiLoCo(fragments={self._config.fragments}) has more fragments than the model has parameters to reduce,"
-            f" {len(parameters)}; pass at most so many"
+            f" {len(parameters)}; pass at most that many"
         )
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
@@ -229,8 +229,7 @@ class _Fragment:
         self._stages: _Stages | None = None  # of an exchange under way
         self._works: list[Any] = []
         self._used: list[Tensor] = []  # by these works, and after them
-        self._before, self._momentum = self._parameters.new(), self._parameters.new()
-        self._parameters.read(self._before)
+        self._before, self._momentum = self._parameters.copies(), self._parameters.new()
         chunks = [math.ceil(flat.numel() / group.size()) for flat in self._before] if self._is_compressed else []
         # Quantization errors of this rank's deltas, and of the sums of the chunks that it owns.
         self._errors = [torch.zeros(group.size(), n, device=self._before[0].device) for n in chunks]
@@ -267,9 +266,8 @@ class _Fragment:
             self._apply()
 
     def _exchange(self) -> _Stages:
-        x = self._parameters.new()
-        self._parameters.read(x)
-        deltas = [before.float() - now.float() for before, now in zip(self._before, x, strict=True)]
+        now = self._parameters.copies()
+        deltas = [before.float() - x.float() for before, x in zip(self._before, now, strict=True)]
         if self._is_compressed:
             return _mean_in_eight_bits(deltas, self._errors, self._errors_of_sums, self._group)
         return _mean(deltas, self._config.wire_dtype, self._group)
@@ -296,8 +294,7 @@ class _Fragment:
         config, mean = self._config, self._mean
         assert mean is not None
         streams.used_here(mean)
-        self._mean, new = None, self._parameters.new()
-        self._parameters.read(new)
+        self._mean, new = None, self._parameters.copies()
         for before, momentum, delta, x in zip(self._before, self._momentum, mean, new, strict=True):
             gradient = delta.to(before.dtype)
             momentum.mul_(config.outer_momentum).add_(gradient)

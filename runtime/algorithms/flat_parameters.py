@@ -43,6 +43,12 @@ class FlatParameters:
         for flat, parameters in zip(flats, self._kinds.values(), strict=True):
             flatten_scale(_local(parameters), flat, 1.0)
 
+    def copies(self) -> list[Tensor]:
+        """The parameters in buffers of `new`."""
+        flats = self.new()
+        self.read(flats)
+        return flats
+
     def write(self, flats: Sequence[Tensor]) -> None:
         """Copy buffers of `new` into the parameters."""
         for flat, parameters in zip(flats, self._kinds.values(), strict=True):
@@ -94,8 +100,7 @@ def average_over(group: dist.ProcessGroup, parameters: FlatParameters, name: str
     """
     if group.size() == 1:
         return
-    flats = parameters.new()
-    parameters.read(flats)
+    flats = parameters.copies()
     for flat in flats:
         flat.mul_(1 / group.size())
     wait_for([all_reduce(flat, group) for flat in flats], name)

@@ -74,10 +74,8 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
             )
         leaders = self.nodes.leaders
         has_two_neighbors = leaders is not None and leaders.size() > 2
-        self._own, self._left = self.parameters.new(), self.parameters.new()
-        self._right = self.parameters.new() if has_two_neighbors else self._left  # both are the same rank
-        for flats in self._kept().values():
-            self.parameters.read(flats)
+        self._own, self._left = self.parameters.copies(), self.parameters.copies()
+        self._right = self.parameters.copies() if has_two_neighbors else self._left  # both are the same rank
         if leaders is not None and streams.work_blocks_host(leaders, self.device):
             keep_after(self, partial(_let_neighbors_have, self._under_way))
 
@@ -96,8 +94,7 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
     def _exchange_copies(self) -> None:
         """Exchange copies instead of the parameters themselves: a node's mean, or whole parameters."""
         groups = self.nodes
-        flats = self.parameters.new()
-        self.parameters.read(flats)
+        flats = self.parameters.copies()
         if groups.within is not None:
             for flat in flats:
                 flat.mul_(1 / groups.sizes[groups.node])

@@ -299,11 +299,8 @@ HOW = {
     "leave": ("rank 1 has left the averaging after an error", -15),
 }
 LONG_HOW = {
-    "raise": (ENDED, 1),
-    "child_exit": (ENDED, 1),
     "end": (ENDED, 0),  # the last line of its script
     "let_go": ("rank 1 has freed its model", -15),
-    "destroy": (ENDED, 0),  # the process group, and comes to its last line then
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -178,37 +179,24 @@ def test_loaded_parameters_begin_anew() -> None:
         assert is_same_everywhere(flat_of(model)) and (flat_of(model) - mean).abs().max() < 1e-6
 
 
-WAYS = ["loaded before", "resumed with fewer", "resumed with more", "module.forward"]
-
-
-@pytest.mark.parametrize("way", only(WAYS[1:3], WAYS))
+@pytest.mark.parametrize(("steps_before", "warmup_steps"), [(2, 1), (4, 6)], ids=["fewer", "more"])
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_first_cycle_after_warm_up(way: str) -> None:
-    model, optimizer = make_model(DiLoCo(sync_every=2, warmup_steps=3, outer_lr=1.0, outer_momentum=0.0))
-    if way == "loaded before":
-        model.load_state_dict(copy.deepcopy(model.state_dict()))
-    for step in range(2 if way == "resumed with fewer" else 3):
-        if way == "module.forward":
-            loss_of(model.forward(batch(dist.get_rank(), step, 0))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            train_step(model, optimizer, step)
-        assert is_same_everywhere(flat_of(model))
-    if way == "resumed with more":
-        train_step(model, optimizer, 3)
-        assert not is_same_everywhere(flat_of(model))
-    if way.startswith("resumed"):
-        states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.comm_algorithm.state_dict()])
-        warmup_steps = 1 if way == "resumed with fewer" else 6
-        model, optimizer = make_model(DiLoCo(sync_every=2, warmup_steps=warmup_steps, outer_lr=1.0, outer_momentum=0.0))
-        for each, state in zip((model, optimizer, model.comm_algorithm), states, strict=True):
-            each.load_state_dict(state)
-    if way == "resumed with more":  # the ranks' states of AdamW differ
+def test_resumes_with_another_warm_up(steps_before: int, warmup_steps: int) -> None:
+    """The first cycle begins with what warm-up, of three steps before, has reached."""
+    config = DiLoCo(sync_every=2, warmup_steps=3, outer_lr=1.0, outer_momentum=0.0)
+    model, optimizer = make_model(config)
+    for step in range(steps_before):
+        train_step(model, optimizer, step)
+        assert is_same_everywhere(flat_of(model)) == (step < 3)
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.comm_algorithm.state_dict()])
+    model, optimizer = make_model(dataclasses.replace(config, warmup_steps=warmup_steps))
+    for each, state in zip((model, optimizer, model.comm_algorithm), states, strict=True):
+        each.load_state_dict(state)
+    if steps_before == 4:  # the ranks' states of AdamW differ
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     before = flat_of(model)
-    for step in range(1 if way == "resumed with fewer" else 2):  # up to the end of a cycle
+    for step in range(1 if steps_before == 2 else 2):  # up to the end of a cycle
         train_step(model, optimizer, 10 + step)
     assert is_same_everywhere(flat_of(model))
     assert (flat_of(model) - before).abs().max() < 2.5 * optimizer.param_groups[0]["lr"]

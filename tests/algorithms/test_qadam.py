@@ -276,60 +276,55 @@ def test_join() -> None:
 
 
 @on_ranks(2)
-def test_errors() -> None:
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    both = QAdam([*first.parameters(), *second.parameters()])
-    one = QAdam([first.weight])
-    named = QAdam([*first.named_parameters(), ("other", second.weight)])
-    frozen = nn.Linear(3, 3)
-    said = {
-        "optimizer has more": error_of(ReplicationError, lambda: ddp_compile(first, algorithm=both.algorithm())),
-        "with a name": error_of(ReplicationError, lambda: ddp_compile(first, algorithm=named.algorithm())),
-        "model has more": error_of(ReplicationError, lambda: ddp_compile(first, algorithm=one.algorithm())),
-    }
-    mine = QAdam(first.parameters(), warmup_steps=1)
-    ddp_compile(first, algorithm=mine.algorithm(), backend="eager")
-    said["two models"] = error_of(ReplicationError, lambda: ddp_compile(second, algorithm=mine.algorithm()))
-    said["set later"] = error_of(ReplicationError, lambda: first.set_comm_algorithm(both.algorithm()))  # type: ignore[operator]
-    differs = QAdam(second.parameters() if dist.get_rank() == 0 else [second.weight])
-    said["one rank"] = error_of(RanksDifferError, lambda: ddp_compile(second, algorithm=differs.algorithm()))
-    warmups = QAdam(second.parameters(), warmup_steps=1 + dist.get_rank())
-    said["warm-ups"] = error_of(RanksDifferError, lambda: ddp_compile(second, algorithm=warmups.algorithm()))
+def test_errors_of_parameters() -> None:
+    rank, first, second = dist.get_rank(), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def refusal(module: nn.Module, parameters: Any, kind: type[Exception] = ReplicationError, **settings: Any) -> str:
+        algorithm = QAdam(parameters, **settings).algorithm()
+        return error_of(kind, lambda: ddp_compile(module, algorithm=algorithm, backend="eager"))
+
+    more = f"rank {rank}: QAdam has parameters that the model does not reduce: "
+    both = [*first.parameters(), *second.parameters()]
+    third, fourth = "parameter 2 of group 0, of shape (3, 3)", "parameter 3 of group 0, of shape (3,)"
+    assert refusal(first, both).startswith(f"{more}{third}; {fourth}. ")
+    assert refusal(first, [*first.named_parameters(), ("other", second.weight)]).startswith(f"{more}other. ")
+    missing = (
+        f"rank {rank}: QAdam exchanges the momentum of its own parameters, but these of the model are not among them"
+    )
+    assert refusal(first, [first.weight]).startswith(f"{missing} them: bias. ")
+    assert refusal(second, first.parameters()).startswith(f"{missing} them: weight, bias. Make one QAdam")
+    of_one_rank = refusal(second, second.parameters() if rank == 0 else [second.weight], RanksDifferError)
+    assert "to the parameters=none on rank 0 is" in of_one_rank and "bias" in of_one_rank
+    warm_ups = refusal(second, second.parameters(), RanksDifferError, warmup_steps=1 + rank)
+    assert "warmup_steps=1) on rank 0" in warm_ups and "warmup_steps=2) on rank 1" in warm_ups
+    model = ddp_compile(first, algorithm=QAdam(first.parameters()).algorithm(), backend="eager")
+    assert error_of(ReplicationError, lambda: model.set_comm_algorithm(QAdam(both).algorithm())).startswith(more)
+
+
+@on_ranks(2)
+def test_errors_of_steps() -> None:
+    rank, module = dist.get_rank(), nn.Linear(3, 3)
+    module.bias.requires_grad_(False)  # the optimizer may have frozen parameters
 
     def step(model: Any, optimizer: QAdam) -> None:
         optimizer.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
 
-    step(first, mine)
-    step(first, mine)  # after warm-up
-    first.unwrap()  # type: ignore[operator]
-    said["unwrapped"] = error_of(RuntimeError, lambda: step(first, mine))
-    frozen.bias.requires_grad_(False)
-    beside = QAdam(frozen.parameters())
-    ddp_compile(frozen, algorithm=beside.algorithm(), backend="eager")  # frozen parameters are no matter
-    again = QAdam(first.parameters(), warmup_steps=1)
-    model = ddp_compile(first, algorithm=again.algorithm(), backend="eager")
-    if dist.get_rank() == 1:
+    optimizer = QAdam(module.parameters(), warmup_steps=1)
+    model = ddp_compile(module, algorithm=optimizer.algorithm(), backend="eager")
+    step(model, optimizer)
+    step(model, optimizer)  # after warm-up
+    model.unwrap()
+    unwrapped = error_of(RuntimeError, lambda: step(module, optimizer))
+    assert unwrapped.startswith(f"rank {rank}: step 3 of QAdam(warmup_steps=1): none of 2 ranks exchanges the momentum")
+    again = QAdam(module.parameters(), warmup_steps=1)
+    model = ddp_compile(module, algorithm=again.algorithm(), backend="eager")
+    if rank == 1:
         for group in again.param_groups:  # as of another checkpoint
             group["num_steps"] = 1
-    said["another step"] = error_of(RanksDifferError, lambda: step(model, again))
-    rank = dist.get_rank()
-    more = f"rank {rank}: QAdam has parameters that the model does not reduce: "
-    assert said["optimizer has more"].startswith(
-        f"{more}parameter 2 of group 0, of shape (3, 3); parameter 3 of group 0, of shape (3,). "
-    )
-    assert said["with a name"].startswith(f"{more}other. ")
-    missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, but these of the model are not"
-    assert said["model has more"].startswith(f"{missing} among them: bias. ")
-    assert said["two models"].startswith(f"{missing} among them: weight, bias. Make one QAdam")
-    assert said["set later"].startswith(more)
-    assert "to the parameters=none on rank 0 is" in said["one rank"] and "bias" in said["one rank"]
-    assert "warmup_steps=1) on rank 0" in said["warm-ups"] and "warmup_steps=2) on rank 1" in said["warm-ups"]
-    assert said["unwrapped"].startswith(
-        f"rank {rank}: step 3 of QAdam(warmup_steps=1): none of 2 ranks exchanges the momentum"
-    )
-    assert "gradients, in warm-up" in said["another step"] and "momenta" in said["another step"]
+    another = error_of(RanksDifferError, lambda: step(model, again))
+    assert "gradients, in warm-up" in another and "momenta" in another
 
 
 # The optimizer alone, without other ranks.

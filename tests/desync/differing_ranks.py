@@ -35,12 +35,6 @@ def evaluate(model: nn.Module) -> None:
     model.train()
 
 
-def evaluate_with_gradients(model: nn.Module) -> None:
-    model.eval()
-    model(some_rows())
-    model.train()
-
-
 def with_batch_norm() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))

@@ -179,14 +179,16 @@ class Scenario(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
-UNUSED, STATIC, COPIED = {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": False}
-IN_FORWARD, IN_BACKWARD = raise_at("forward, middle", USER), raise_at("backward, middle", USER)
+UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
+IN_BACKWARD = raise_at("backward, middle", USER)
 HOOK, LATE_HOOK = "register_hook", "register_post_accumulate_grad_hook"
-IN_CI = {
+SCENARIOS = {
     "forward, after all graphs": Scenario(raise_at("forward, last", USER), ValueError, GOES_ON),
     "interrupt in forward": Scenario(raise_at("forward, middle", INTERRUPT), KeyboardInterrupt, GOES_ON),
     "backward, before any gradient": Scenario(raise_at("backward, last", USER), ValueError, GOES_ON),
     "backward, between graphs": Scenario(IN_BACKWARD, ValueError, REFUSES),
+    "backward, unused parameters sought": Scenario(IN_BACKWARD, ValueError, REFUSES, UNUSED),
+    "backward, static graph": Scenario(IN_BACKWARD, ValueError, REFUSES, STATIC),
     "backward, after all gradients": Scenario(raise_at("backward, first", USER), ValueError, REFUSES),
     "backward in no_sync": Scenario(raise_in_no_sync, ValueError, GOES_ON),
     "ctrl-c in backward": Scenario(press_ctrl_c, KeyboardInterrupt, REFUSES),
@@ -194,21 +196,6 @@ IN_CI = {
     "hook after accumulation": Scenario(raise_in_hook(LATE_HOOK, "a", USER), ValueError, REFUSES),
     "comm hook": Scenario(raise_in_comm_hook(USER), ReductionError, REFUSES),
     "optimizer": Scenario(raise_in_optimizer, ValueError, GOES_ON),
-}
-#: Others in CI raise in the same places.
-SCENARIOS = IN_CI | {
-    "forward, before any graph": Scenario(raise_at("forward, first", USER), ValueError, GOES_ON),
-    "forward, between graphs": Scenario(IN_FORWARD, ValueError, GOES_ON),
-    "out of memory in forward": Scenario(raise_at("forward, middle", OUT_OF_MEMORY), RuntimeError, GOES_ON),
-    "forward, unused parameters sought": Scenario(IN_FORWARD, ValueError, GOES_ON, UNUSED),
-    "forward, static graph": Scenario(IN_FORWARD, ValueError, GOES_ON, STATIC),
-    "backward, gradients copied back": Scenario(IN_BACKWARD, ValueError, REFUSES, COPIED),
-    "backward, unused parameters sought": Scenario(IN_BACKWARD, ValueError, REFUSES, UNUSED),
-    "backward, static graph": Scenario(IN_BACKWARD, ValueError, REFUSES, STATIC),
-    "interrupt in backward": Scenario(raise_at("backward, middle", INTERRUPT), KeyboardInterrupt, REFUSES),
-    "out of memory in backward": Scenario(raise_at("backward, middle", OUT_OF_MEMORY), RuntimeError, REFUSES),
-    "hook on the last gradient": Scenario(raise_in_hook(HOOK, "a", USER), ValueError, REFUSES),
-    "interrupt in comm hook": Scenario(raise_in_comm_hook(INTERRUPT), KeyboardInterrupt, REFUSES),
 }
 
 
@@ -261,7 +248,7 @@ def outcomes(rank_pools: dict[int, RankPool], split: str, request: pytest.Fixtur
     return rank_pools.setdefault(2, RankPool(2)).run(fail_on_every_rank, split, names)
 
 
-@pytest.mark.parametrize("name", only(IN_CI, SCENARIOS))
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_exception_on_every_rank(name: str, split: str, outcomes: list[dict[str, Outcome]]) -> None:
     says = SCENARIOS[name].says
     if (name, split) == ("hook on the first gradient", "backward"):

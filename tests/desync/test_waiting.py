@@ -20,7 +20,6 @@ from differing_ranks import (
     TIMEOUT_S,
     WIDTH,
     evaluate,
-    evaluate_with_gradients,
     forward_and_backward,
     make_model,
     run_and_meet,
@@ -72,10 +71,6 @@ def model_with_buffers(group: dist.ProcessGroup) -> nn.Module:
 
 def forward_once_more_with_buffers(group: dist.ProcessGroup) -> None:
     after_one_iteration(model_with_buffers(group), lambda model: model(some_rows()))
-
-
-def evaluate_with_gradients_and_buffers(group: dist.ProcessGroup) -> None:
-    after_one_iteration(model_with_buffers(group), evaluate_with_gradients)
 
 
 def stop_early(group: dist.ProcessGroup) -> None:
@@ -178,12 +173,6 @@ def said_by_ranks(
         (evaluate_for_long, "evaluation forward 1 has returned", "nothing"),
         (compile_for_long, "training forward 1, compiling 0/0", "BackendCompilerFailed"),
         (forward_once_more_with_buffers, "training forward 3, broadcast of buffers: failed", "ReductionError"),
-        pytest.param(
-            evaluate_with_gradients_and_buffers,
-            "training forward 2, broadcast of buffers: failed",
-            "ReductionError",
-            marks=pytest.mark.long,
-        ),
         (stop_early, "iteration 2 is over", "nothing"),
         (raise_in_forward, "training forward 2: raised KeyError: 'bad sample'", "KeyError"),
         pytest.param(raise_in_backward, "backward of iteration 2", "ValueError", marks=pytest.mark.long),
