@@ -288,9 +288,7 @@ def test_errors_of_parameters() -> None:
     third, fourth = "parameter 2 of group 0, of shape (3, 3)", "parameter 3 of group 0, of shape (3,)"
     assert refusal(first, both).startswith(f"{more}{third}; {fourth}. ")
     assert refusal(first, [*first.named_parameters(), ("other", second.weight)]).startswith(f"{more}other. ")
-    missing = (
-        f"rank {rank}: QAdam exchanges the momentum of its own parameters, but these of the model are not among them"
-    )
+    missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, but these of the model are not among"
     assert refusal(first, [first.weight]).startswith(f"{missing} them: bias. ")
     assert refusal(second, first.parameters()).startswith(f"{missing} them: weight, bias. Make one QAdam")
     of_one_rank = refusal(second, second.parameters() if rank == 0 else [second.weight], RanksDifferError)

@@ -238,6 +238,23 @@ def test_store_is_gone_with_rank_0(ranks: Callable[[int], RankPool]) -> None:
     assert time.monotonic() - started < 30
 
 
+@torch.compiler.set_stance("force_eager")
+def rank_1_exits_in_join() -> None:
+    model = ddp_compile(Mlp(width=8, num_layers=2), backend="eager")
+    with model.join():
+        for step in range(2):
+            if (dist.get_rank(), step) == (1, 1):
+                os._exit(0)
+            loss_of(model(torch.randn(4, 8))).backward()
+
+
+def test_rank_that_exits_in_join(ranks: Callable[[int], RankPool]) -> None:
+    waiting, _ = ranks(2).run_expecting_failures(rank_1_exits_in_join)
+    assert waiting.kind == "ReductionError"
+    assert "message between the ranks of a Join failed" in waiting.message
+    assert "Where each rank was when it last posted" in waiting.message
+
+
 def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(Path(__file__).with_name(name)), *arguments],
