@@ -1,32 +1,56 @@
-"""Algorithms for ``ddp_compile(model, algorithm=...)``, and the base classes for your own."""
+"""Algorithms for ``ddp_compile(model, algorithm=...)``, and all that an algorithm outside of the core may import.
+
+The algorithms of the core are `GradientAllReduce` and comm hooks. The others are an extension: they import the names of
+this module and nothing else of the runtime, as your own algorithms can, and are imported at their first use.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ddp_compile.errors import ReplicationError, shorten_names, this_rank
 from ddp_compile.plan.spec import GradientSpec
-from ddp_compile.runtime.algorithms.all_reduce import GradientAllReduce
-from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverage, AsyncModelAverageAlgorithm
-from ddp_compile.runtime.algorithms.byte_grad import ByteGrad
-from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
-from ddp_compile.runtime.algorithms.decentralized import Decentralized
-from ddp_compile.runtime.algorithms.diloco import DiLoCo
-from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
-from ddp_compile.runtime.algorithms.local_sgd import LocalSGD
-from ddp_compile.runtime.algorithms.low_precision_decentralized import LowPrecisionDecentralized
-from ddp_compile.runtime.algorithms.messages import exchange, objection_to_messages, wait_for
-from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage
+from ddp_compile.runtime.algorithms.all_reduce import AllReduce, AllReduceInChain, GradientAllReduce
+from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain, Hierarchical
+from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, FlatParameters, average_over
 from ddp_compile.runtime.buckets.bucket import Bucket as Bucket
-from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Pending, Traits
-from ddp_compile.runtime.comm.process_groups import NodeGroups, own_group
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Pending, Traits, device_of
+from ddp_compile.runtime.buckets.optimizer_steps import OptimizerSteps
+from ddp_compile.runtime.comm import streams
+from ddp_compile.runtime.comm.exchange import Exchange
+from ddp_compile.runtime.comm.process_groups import NodeGroups, host_group, own_group
+from ddp_compile.runtime.comm.transfers import (
+    Transfer,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    exchange,
+    keep_after,
+    objection_to_messages,
+    wait_for,
+)
+from ddp_compile.torch_internals import group_timeout, local_tensors
+
+if TYPE_CHECKING:
+    from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverage, AsyncModelAverageAlgorithm
+    from ddp_compile.runtime.algorithms.byte_grad import ByteGrad
+    from ddp_compile.runtime.algorithms.decentralized import Decentralized
+    from ddp_compile.runtime.algorithms.diloco import DiLoCo
+    from ddp_compile.runtime.algorithms.local_sgd import LocalSGD
+    from ddp_compile.runtime.algorithms.low_precision_decentralized import LowPrecisionDecentralized
+    from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage
 
 __all__ = [
+    "FLOATING",
     "AlgorithmConfig",
+    "AllReduce",
+    "AllReduceInChain",
     "AsyncModelAverage",
     "AsyncModelAverageAlgorithm",
     "Bucket",
@@ -35,20 +59,52 @@ __all__ = [
     "CommAlgorithm",
     "Decentralized",
     "DiLoCo",
+    "Exchange",
     "FlatParameters",
     "GradientAllReduce",
+    "Hierarchical",
     "LocalSGD",
     "LowPrecisionDecentralized",
     "NodeGroups",
+    "OptimizerSteps",
     "ParameterAverage",
     "Pending",
     "Traits",
+    "Transfer",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
     "average_over",
+    "device_of",
     "exchange",
+    "group_timeout",
+    "host_group",
+    "keep_after",
+    "local_tensors",
     "objection_to_messages",
     "own_group",
+    "streams",
     "wait_for",
 ]
+
+_EXTENSIONS = {
+    "AsyncModelAverage": "async_model_average",
+    "AsyncModelAverageAlgorithm": "async_model_average",
+    "ByteGrad": "byte_grad",
+    "Decentralized": "decentralized",
+    "DiLoCo": "diloco",
+    "LocalSGD": "local_sgd",
+    "LowPrecisionDecentralized": "low_precision_decentralized",
+    "ParameterAverage": "parameter_average",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The algorithms of the extension, imported at their first use."""
+    if name not in _EXTENSIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ddp_compile.runtime.algorithms.{_EXTENSIONS[name]}"), name)
+
 
 # By ``id``: two algorithms may be equal.
 _in_use: weakref.WeakValueDictionary[int, CommAlgorithm] = weakref.WeakValueDictionary()

@@ -11,7 +11,7 @@ from ddp_compile.algorithms import AlgorithmConfig, CollectiveChain, Traits
 
 
 class TopKAlgorithm(CollectiveChain):
-    """Send the largest values, keep the rest: Stich et al. 2018 (arXiv 1809.07599); see docs/custom_algorithms.md."""
+    """Send the largest values, keep the rest: Stich et al. 2018 (arXiv 1809.07599); see docs/algorithms.md."""
 
     traits = Traits(layout="ddp", replayable=False, takes_sparse=False, takes_dtypes=(torch.float32, torch.bfloat16))
     num_collectives = 2

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_compile import ddp_compile
-from ddp_compile.algorithms import AlgorithmConfig, ParameterAverage, Traits, average_over, own_group
+from ddp_compile.algorithms import AlgorithmConfig, ParameterAverage, Traits, average_over
 
 
 class SlowMomentumAlgorithm(ParameterAverage):
@@ -19,8 +19,7 @@ class SlowMomentumAlgorithm(ParameterAverage):
         self.name, self.momentum = f"slow momentum of {momentum} every {interval} steps", momentum  # ranks compare it
 
     def attach(self, parameters):
-        super().attach(parameters)  # makes self.parameters, which copies them into flat buffers and back
-        self.group = own_group(self.process_group, next(iter(parameters.values())).device)
+        super().attach(parameters)  # makes self.group, and self.parameters, which copies them to flat buffers and back
         self.before, self.slow = self.kept = torch.stack(self.parameters.new() * 2)  # of one dtype and device
         self.parameters.read([self.before])
 

@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, check_algorithm, refuse_gradients
-from ddp_compile.errors import RanksDifferError, ReplicationError, format_ranks, this_rank, with_article
+from ddp_compile.errors import RanksDifferError, ReplicationError, on_ranks, this_rank, with_article
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.buckets import step_watch
-from ddp_compile.runtime.comm import error_messages, streams
+from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
+from ddp_compile.runtime.comm.exchange import Exchange
 
 
 def register_comm_hook(state: Replica, hook: CommHook) -> None:
@@ -94,7 +95,7 @@ def _compare_optimizers(
             )
     if different := ranks_unlike_rank_0("\n".join(what).encode(), process_group, device):
         raise RanksDifferError(
-            f"{this_rank()}: the optimizers have other states or settings on ranks {format_ranks(different)} than on"
+            f"{this_rank()}: the optimizers have other states or settings {on_ranks(different)} than on"
             " rank 0: after steps that some ranks have skipped, or learning rates that follow each rank's own steps."
             " Make the optimizers anew, and pass optimizers=[]; or set the same settings first"
         )
@@ -111,10 +112,8 @@ def _average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], proce
     if not numbers:
         return
     values = [each.value.tolist() if isinstance(each.value, Tensor) else each.value for each in numbers]
-    try:
+    with Exchange(name):
         dist.broadcast_object_list(values, dist.get_global_rank(process_group, 0), group=process_group)
-    except RuntimeError as error:
-        raise error_messages.exchange_failed(name, error) from error
     for each, value in zip(numbers, values, strict=True):
         if isinstance(each.value, Tensor):
             each.value.copy_(torch.tensor(value, dtype=each.value.dtype))

@@ -15,6 +15,7 @@ from ddp_compile import torch_internals
 from ddp_compile.config import DelayedParameters
 from ddp_compile.errors import ReplicationError, shorten_names, this_rank
 from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.validation.description import with_sparse_gradients
 
 
@@ -108,10 +109,8 @@ class DelayedAllReduce:
             alike.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
         for gradients in alike.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self._process_group.size())
-            try:
+            with Exchange(lambda error: error_messages.reduction_failed(self._what, error)):
                 dist.all_reduce(flat, group=self._process_group)
-            except RuntimeError as error:
-                raise error_messages.reduction_failed(self._what, error) from error
             sizes = [gradient.numel() for gradient in gradients]
             for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
                 gradient.copy_(mean.view(gradient.shape))

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import DDPCompileError, RanksDifferError, ReductionError, this_rank
+from ddp_compile.errors import RanksDifferError, ReductionError, number_of, this_rank
 from ddp_compile.runtime.comm.collectives import broadcast_all, first_difference
+from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.validation.description import describe_buffers
@@ -100,19 +101,18 @@ class ReplicatedBuffers:
         self._monitor.buffers_are_broadcast(kind)
         if hook is not None:
             return self._call(hook)
-        try:
-            with torch_internals.outside_transforms():  # they refuse writes to tensors that they were not given
-                self.refuse_differences()
-                broadcast_all(buffers, self._process_group, source)
-        except DDPCompileError:
-            raise
-        except RuntimeError as error:
-            failure = ReductionError(
-                f"{this_rank()}: the broadcast of {len(buffers)} buffers from rank {source} before the forward"
-                f" failed: {error}. Unless that names the cause, another rank has raised, exited, or not called the"
-                " model; look for its error"
+
+        def failed(error: RuntimeError) -> ReductionError:
+            return ReductionError(
+                f"{this_rank()}: the broadcast of {number_of(len(buffers), 'buffer')} from rank {source} before the"
+                f" forward failed: {error}. Unless that names the cause, another rank has raised, exited, or not called"
+                " the model; look for its error"
             )
-            raise self._monitor.report_failure(failure) from error
+
+        # Transforms refuse writes to tensors that they were not given.
+        with Exchange(failed, self._monitor), torch_internals.outside_transforms():
+            self.refuse_differences()
+            broadcast_all(buffers, self._process_group, source)
         return []
 
     def refuse_differences(self) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from ddp_compile import torch_internals
 from ddp_compile.features.compatibility import Feature, refuse_if_excluded
 from ddp_compile.features.replica import Replica
+from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
 
 _inside: list[Any] = []  # the modules whose `JoinOne` this process is in
@@ -81,9 +82,10 @@ class UnevenInputs:
     def end(self, is_last_joiner: bool) -> None:
         """When no rank has input left, give every rank the parameters of one that trained longest."""
         group = self._state.process_group
-        last = torch.tensor([group.rank() if is_last_joiner else -1], device=self._state.device)
-        dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
-        self._state.broadcast_model(int(last.item()))
+        with Exchange("end of a Join", self._state.monitor):
+            last = torch.tensor([group.rank() if is_last_joiner else -1], device=self._state.device)
+            dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
+            self._state.broadcast_model(int(last.item()))
         self.configure(torch_internals.disabled_join_config())
 
     def _ranks_that_train(self, synchronizes: bool) -> list[int]:
@@ -93,8 +95,9 @@ class UnevenInputs:
             self._message = IterationMessage(group, self._state.device, is_needed=True)
         flags = bytearray(group.size())
         flags[group.rank()] = synchronizes
-        self._message.send([flags])
-        (heard,) = self._message.wait()
+        with Exchange("message between the ranks of a Join", self._state.monitor):
+            self._message.send([flags])
+            (heard,) = self._message.wait()
         return [rank for rank, trains in enumerate(heard) if trains]
 
     def _enter(self, training: list[int]) -> None:

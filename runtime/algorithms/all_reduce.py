@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_compile import torch_internals
 from ddp_compile.kernels import flatten_scale, unflatten
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain, Hierarchical
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.comm.transfers import all_reduce
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -39,7 +39,7 @@ class AllReduceInChain(CollectiveChain):
     num_collectives = 1
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
-        yield torch_internals.started(dist.all_reduce(bucket.flat, group=self.process_group, async_op=True))
+        yield all_reduce(bucket.flat, self.process_group)
 
 
 class WireDtypeAllReduce(CollectiveChain):
@@ -62,7 +62,7 @@ class WireDtypeAllReduce(CollectiveChain):
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
         wire = torch.empty_like(bucket.flat, dtype=self._wire_dtype)
         flatten_scale([bucket.flat], wire, self._factor)
-        yield torch_internals.started(dist.all_reduce(wire, group=self.process_group, async_op=True))
+        yield all_reduce(wire, self.process_group)
         unflatten(wire, [bucket.flat], 1.0 / self._factor)
 
 

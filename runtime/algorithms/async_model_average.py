@@ -13,19 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile import torch_internals
+from ddp_compile.algorithms import AlgorithmConfig, OptimizerSteps, Traits, average_over, host_group, streams
 from ddp_compile.errors import ReductionError, ReplicationError, format_ranks, this_rank
 from ddp_compile.kernels import average_into
 from ddp_compile.kernels.executors import KERNEL_DTYPES
 from ddp_compile.runtime.algorithms.averaging_thread import AveragingThread, Standing
-from ddp_compile.runtime.algorithms.flat_parameters import average_over
 from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
 from ddp_compile.runtime.algorithms.parameter_gate import ParameterGate
-from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
-from ddp_compile.runtime.buckets.optimizer_steps import OptimizerSteps
-from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.process_groups import host_group, own_group
-from ddp_compile.runtime.comm.streams import Event
 
 
 class AsyncModelAverageAlgorithm(ParameterAverage):
@@ -57,11 +51,9 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     # What the reducer calls.
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
-        self._device = next(iter(parameters.values())).device
-        self._group = own_group(self.process_group, self._device)
-        self._hosts = host_group(self._group, self._device, own=False)  # gloo notices a killed rank
         super().attach(parameters)
-        self._gate = ParameterGate(self._device, self.parameters.versions, self._written_outside)
+        self._hosts = host_group(self.group, self.device, own=False)  # gloo notices a killed rank
+        self._gate = ParameterGate(self.device, self.parameters.versions, self._written_outside)
         self._steps = _GatedSteps(list(parameters.values()), self._gate)
 
     def detach(self, together: bool) -> None:
@@ -148,10 +140,9 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             self._let_go()
 
     def _start(self) -> None:
-        if self._averager is None and not (self._is_aborted or self.sends_gradients or self._group.size() == 1):
+        if self._averager is None and not (self._is_aborted or self.sends_gradients or self.group.size() == 1):
             self._gate.writer_begins()
-            limit_s = torch_internals.group_timeout(self._group, self._device).total_seconds()
-            self._averager = AveragingThread(self, self._group, self._hosts, self._device, self._interval_s, limit_s)
+            self._averager = AveragingThread(self, self._hosts, self._interval_s)
 
     def _stop(self) -> None:
         averager, self._averager = self._averager, None
@@ -166,7 +157,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
                 " abort() within the process group's timeout. Call it on every rank after its last step; or look for"
                 " the error of a rank that no longer trains"
             )
-        average_over(self._group, self.parameters, self.name)
+        average_over(self.group, self.parameters, self.name)
 
     def _let_go(self) -> None:
         """Leave the averaging, and tell the other ranks, which raise."""
@@ -180,7 +171,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     def has_pending(self) -> bool:
         return self._pending is not None
 
-    def round(self, since: Event) -> None:
+    def round(self, since: streams.Event) -> None:
         """Add up the ranks' copies.
 
         Args:
@@ -192,7 +183,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             self.parameters.read(copies)
         for copied, total in zip(copies, totals, strict=True):
             total.copy_(copied)
-            dist.all_reduce(total, group=self._group)
+            dist.all_reduce(total, group=self.group)
         self._pending = copies, totals
 
     def apply_within(self, limit_s: float) -> None:
@@ -202,10 +193,9 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
     def _apply(self) -> None:
         assert self._pending is not None
-        flats = self.parameters.new()
-        self.parameters.read(flats)
+        flats = self.parameters.copies()
         for flat, copied, total in zip(flats, *self._pending, strict=True):
-            average_into(flat, total, copied, self._group.size())
+            average_into(flat, total, copied, self.group.size())
         self.parameters.write(flats)
         self._pending = None
         self.num_rounds += 1
@@ -229,10 +219,8 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
                 f"{this_rank()}: the {self.name} has ended, because {who} without model.comm_algorithm.abort(). Look"
                 " for that rank's error; if there is none, call abort() on every rank after its last step"
             )
-        if isinstance(averager.failure, ReductionError):
-            raise averager.failure
         if averager.failure is not None:
-            raise error_messages.exchange_failed(self.name, averager.failure) from averager.failure
+            raise averager.failure
 
 
 class _GatedSteps(OptimizerSteps):

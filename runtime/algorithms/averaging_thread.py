@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ddp_compile.algorithms import Exchange, group_timeout, streams
 from ddp_compile.errors import this_rank
-from ddp_compile.runtime.comm import streams
 
 if TYPE_CHECKING:
     from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverageAlgorithm
@@ -68,27 +68,21 @@ class AveragingThread:
     Args:
         hosts: The ranks' `host_group`, over which they exchange standings. While this thread runs, nothing else sends
             over it.
-        limit_s: How long `stop` waits for the other ranks.
+        interval_s: From the end of one round to the start of the next.
     """
 
     def __init__(
-        self,
-        algorithm: AsyncModelAverageAlgorithm,
-        group: dist.ProcessGroup,
-        hosts: tuple[Any, torch.device],
-        device: torch.device,
-        interval_s: float,
-        limit_s: float,
+        self, algorithm: AsyncModelAverageAlgorithm, hosts: tuple[Any, torch.device], interval_s: float
     ) -> None:
-        self.failure: Exception | None = None  #: raised by a collective
+        self.failure: Exception | None = None  #: that the thread has raised
         self.gone: dict[int, str] = {}  #: why ranks have left, by global rank; one such rank ends the rounds
-        self._algorithm = weakref.ref(algorithm)
+        self._algorithm, self._name = weakref.ref(algorithm), algorithm.name
         self._hosts = hosts
-        self._ranks = dist.get_process_group_ranks(group)
-        self._device = device
+        self._ranks = dist.get_process_group_ranks(algorithm.group)
+        self._device = algorithm.device
         self._interval_s = interval_s
-        self._limit_s = limit_s
-        self._begins = streams.record(device)  # the thread's stream waits for it first
+        self._limit_s = group_timeout(algorithm.group, algorithm.device).total_seconds()  # of waits for other ranks
+        self._begins = streams.record(self._device)  # the thread's stream waits for it first
         self._ended: streams.Event | None = None  # recorded when the thread has ended
         self._stops = threading.Event()
         self._has_ended: Standing | None = None  # why this rank has left
@@ -128,7 +122,7 @@ class AveragingThread:
 
     def _run(self) -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), Exchange(self._name):
                 streams.run_on_own_stream(self._device, self._go_round_until_the_end)
         except Exception as error:  # the training thread raises it
             self.failure = error

@@ -9,13 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_compile import torch_internals
+from ddp_compile.algorithms import (
+    AlgorithmConfig,
+    Bucket,
+    CollectiveChain,
+    Hierarchical,
+    Traits,
+    all_gather,
+    all_to_all,
+)
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.kernels.contract.reference import row_bytes
 from ddp_compile.kernels.executors import KERNEL_DTYPES
-from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain, Hierarchical
-from ddp_compile.runtime.buckets.bucket import Bucket
-from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
 
 
 class ByteGradAlgorithm(CollectiveChain):
@@ -34,7 +39,7 @@ class ByteGradAlgorithm(CollectiveChain):
         flat, size, rank = bucket.flat.view(-1), self.process_group.size(), self.process_group.rank()
         sent = minmax_u8_compress(flat, size, skip_chunk=rank)
         received = torch.empty_like(sent)
-        yield torch_internals.started(dist.all_to_all_single(received, sent, group=self.process_group, async_op=True))
+        yield all_to_all(received, sent, self.process_group)
         total = _sum_of(_chunk_of(flat, rank, size), received, rank)
         # Equally long on every rank, including the last ones, whose chunks are shorter.
         own = torch.zeros_like(sent[0])
@@ -42,7 +47,7 @@ class ByteGradAlgorithm(CollectiveChain):
         own[: len(row)] = row
         del sent, received, total
         rows = own.new_empty(size, len(own))
-        yield torch_internals.all_gather_single(rows.view(-1), own, self.process_group)
+        yield all_gather(rows.view(-1), own, self.process_group)
         minmax_u8_decompress(rows, flat)
 
 

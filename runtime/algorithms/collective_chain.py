@@ -12,11 +12,11 @@ from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
-from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits, device_of
 from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.process_groups import NodeGroups, own_group
 from ddp_compile.runtime.comm.streams import Event, SideStream, record, work_blocks_host
-from ddp_compile.runtime.comm.transfers import MadeOfWorks
 
 
 class CollectiveChain(CommAlgorithm):
@@ -55,7 +55,7 @@ class CollectiveChain(CommAlgorithm):
     def take_own_group(self, parameters: Mapping[str, Parameter]) -> None:
         """Send over a process group of the same ranks that nothing else uses; a single rank needs none."""
         if self.process_group.size() > 1:
-            self.process_group = own_group(self.process_group, next(iter(parameters.values())).device)
+            self.process_group = own_group(self.process_group, device_of(parameters))
             self.shares_process_group = False
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
@@ -104,7 +104,7 @@ class Hierarchical(CollectiveChain):
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
         """Make the groups of nodes and leaders; raises on every rank if one does not know its place on its node."""
-        nodes: Any = NodeGroups.of(self.process_group, next(iter(parameters.values())).device, self.name)
+        nodes: Any = NodeGroups.of(self.process_group, device_of(parameters), self.name)
         self._nodes = nodes
         self.shares_process_group = False
         self.num_collectives = 0 if nodes.within is None else 2
@@ -126,7 +126,7 @@ class Hierarchical(CollectiveChain):
             yield work
 
 
-class _Chain(MadeOfWorks):
+class _Chain:
     """The collectives of one bucket, started on a side stream."""
 
     def __init__(self, algorithm: CollectiveChain, bucket: Bucket, side_stream: SideStream) -> None:
@@ -141,8 +141,8 @@ class _Chain(MadeOfWorks):
         self._failure: ReductionError | None = None
 
     @property
-    def works(self) -> Sequence[dist.Work | Event] | None:  # type: ignore[override]  # only read
-        """If `wait()` blocks the host, the last of several collectives has yet to be started."""
+    def works(self) -> Sequence[dist.Work | Event] | None:
+        """See `Pending`. If `wait()` blocks the host, the last of several collectives has yet to be started."""
         if self._done is not None:
             return [self._done] if self._done.stream is not None else []
         return [self._work] if self._work is not None and self._algorithm.num_collectives == 1 else None
@@ -174,16 +174,14 @@ class _Chain(MadeOfWorks):
         if self._failure is not None:
             raise self._failure
         try:
-            work, self._work = self._work, None
-            if work is not None:
-                work.wait()
-            self._start_next()
+            with Exchange(lambda error: error_messages.reduction_failed(self._bucket.describe(), error)):
+                work, self._work = self._work, None
+                if work is not None:
+                    work.wait()
+                self._start_next()
         except ReductionError as failure:
             self._failure = failure
             raise
-        except RuntimeError as error:
-            self._failure = error_messages.reduction_failed(self._bucket.describe(), error)
-            raise self._failure from error
 
     def _start_next(self) -> None:
         algorithm = self._algorithm

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from ddp_compile.errors import ReductionError, this_rank, with_article
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.comm.streams import work_blocks_host
-from ddp_compile.runtime.comm.transfers import MadeOfFuture
+from ddp_compile.runtime.comm.transfers import Transfer
 
 HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
@@ -120,57 +120,6 @@ class GradBucket:
         return list(self._parameters)
 
 
-class HookWork(MadeOfFuture):
-    """A hook under way: the `Pending` of a bucket.
-
-    Args:
-        buffer: Receives the result, dense of shape (n,) or sparse. Kept alive here as long as the hook may write to it.
-        bucket: The bucket's name and size, for errors.
-    """
-
-    def __init__(self, hook: CommHook, future: torch.Future[Any], buffer: Tensor, bucket: str) -> None:
-        self._hook = hook
-        self.future = future
-        self._buffer = buffer
-        self._bucket = bucket
-
-    def wait(self) -> None:
-        """Wait for the hook's future and copy its result into the buffer; further calls do nothing."""
-        if self.future is None:
-            return
-        try:
-            value = self.future.wait()
-        except Exception as error:
-            self._hook.fail(f"failed on {self._bucket}: {str(error).strip()}", error)
-        self._take(value)
-        self.future = None
-
-    def result(self) -> list[Tensor]:
-        return [self._buffer]
-
-    def _take(self, value: object) -> None:
-        # The future of a work holds a list.
-        reduced = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
-        own = self._buffer
-        if (
-            not isinstance(reduced, Tensor)
-            or reduced.shape != own.shape
-            or reduced.layout is not own.layout
-            or reduced.device != own.device
-            or not reduced.is_floating_point()
-        ):
-            self._hook.fail(
-                f"gave {_describe(value)} for {self._bucket}; its future must hold one floating tensor of shape"
-                f" {tuple(own.shape)}, {own.layout}, on {own.device}"
-            )
-        if own.layout is not torch.strided:
-            # A sparse sum has other indices, so it cannot be written into the buffer.
-            self._buffer = reduced.to(own.dtype)
-        elif reduced.data_ptr() != own.data_ptr() or reduced.dtype != own.dtype or not reduced.is_contiguous():
-            with torch.no_grad():
-                own.copy_(reduced)
-
-
 class CommHook(CommAlgorithm):
     """Calls a user's hook for each bucket, as DistributedDataParallel does.
 
@@ -194,7 +143,7 @@ class CommHook(CommAlgorithm):
         self._state = state
         self._process_group = process_group
         self._starts_at_once = _starts_at_once(function)
-        self._running: HookWork | None = None
+        self._running: Transfer | None = None
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """Call the hook with one bucket; on the CPU, errors of the previous bucket are raised here too."""
@@ -209,10 +158,14 @@ class CommHook(CommAlgorithm):
                 )
                 future = self._function(self._state, given)
         except Exception as error:
-            self.fail(f"raised {error!r} on {described}", error)
+            raise self._error(f"raised {error!r} on {described}") from error
         if not isinstance(future, torch.Future):
-            self.fail(f"returned {_describe(future)} for {described}; it must return a torch.futures.Future")
-        work = HookWork(self, future, flat, described)
+            raise self._error(f"returned {_describe(future)} for {described}; it must return a torch.futures.Future")
+        work = Transfer(
+            [future],
+            then=lambda values: [self._result(values[0], flat, described)],
+            failed=lambda error: self._error(f"failed on {described}: {str(error).strip()}"),
+        )
         if not self._starts_at_once and work_blocks_host(self._process_group, flat.device):
             self._running = work
         return work
@@ -223,12 +176,34 @@ class CommHook(CommAlgorithm):
         if running is not None:
             running.wait()
 
-    def fail(self, what: str, cause: Exception | None = None) -> NoReturn:
-        raise ReductionError(
+    def _result(self, value: object, own: Tensor, bucket: str) -> Tensor:
+        """What a hook's future holds, in the bucket's own buffer unless it is sparse."""
+        # The future of a work holds a list.
+        reduced = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+        if (
+            not isinstance(reduced, Tensor)
+            or reduced.shape != own.shape
+            or reduced.layout is not own.layout
+            or reduced.device != own.device
+            or not reduced.is_floating_point()
+        ):
+            raise self._error(
+                f"gave {_describe(value)} for {bucket}; its future must hold one floating tensor of shape"
+                f" {tuple(own.shape)}, {own.layout}, on {own.device}"
+            )
+        if own.layout is not torch.strided:
+            return reduced.to(own.dtype)  # a sparse sum has other indices, so it cannot be written into the buffer
+        if reduced.data_ptr() != own.data_ptr() or reduced.dtype != own.dtype or not reduced.is_contiguous():
+            with torch.no_grad():
+                own.copy_(reduced)
+        return own
+
+    def _error(self, what: str) -> ReductionError:
+        return ReductionError(
             f"{this_rank()}: the {self.name} {what}. The gradients are not reduced and this rank may be"
             " out of step with the others; correct the hook, or look for the error of another rank that has raised or"
             " exited, and start again from a checkpoint"
-        ) from cause
+        )
 
 
 def _starts_at_once(function: Callable[..., Any]) -> bool:

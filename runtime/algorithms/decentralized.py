@@ -9,12 +9,18 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ddp_compile.algorithms import (
+    FLOATING,
+    AlgorithmConfig,
+    Traits,
+    all_reduce,
+    device_of,
+    exchange,
+    objection_to_messages,
+    wait_for,
+)
 from ddp_compile.errors import ReductionError, this_rank
-from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, all_reduce
-from ddp_compile.runtime.algorithms.messages import exchange, objection_to_messages, wait_for
 from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
-from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
-from ddp_compile.runtime.comm.process_groups import NodeGroups
 
 PeerSelection = Literal["all", "shift_one"]
 
@@ -34,11 +40,10 @@ class DecentralizedAlgorithm(ParameterAverage):
         communication_interval: int,
         hierarchical: bool,
     ) -> None:
-        super().__init__(process_group, communication_interval)
+        super().__init__(process_group, communication_interval, hierarchical=hierarchical)
         self.name = f"decentralized average ({peer_selection}, every {communication_interval}"
         self.name += ", hierarchical)" if hierarchical else ")"
         self._is_with_one_peer = peer_selection == "shift_one"
-        self._hierarchical = hierarchical
         self._num_exchanges = 0
         self._under_way: list[dist.Work] | None = None
         self._versions: list[int] = []  # of the parameters, when they were sent
@@ -47,18 +52,15 @@ class DecentralizedAlgorithm(ParameterAverage):
         """With "shift_one", the process group must be able to send messages from the parameters' device."""
         if not self._is_with_one_peer:
             return ""
-        return objection_to_messages(self.name, self.process_group, next(iter(parameters.values())).device)
+        return objection_to_messages(self.name, self.process_group, device_of(parameters))
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
-        """Make process groups of its own, and buffers; raises on every rank if nodes are unknown, or odd in number."""
-        self._groups = NodeGroups.of(
-            self.process_group, next(iter(parameters.values())).device, self.name, self._hierarchical
-        )
-        if self._is_with_one_peer:
-            _refuse_odd(len(self._groups.sizes), "nodes")
+        """Make process groups and buffers; raises on every rank if nodes are unknown, or odd in number."""
         super().attach(parameters)
+        if self._is_with_one_peer:
+            _refuse_odd(len(self.nodes.sizes), "nodes")
         self._flats = self.parameters.new()
-        exchanges = self._is_with_one_peer and self._groups.leaders is not None
+        exchanges = self._is_with_one_peer and self.nodes.leaders is not None
         self._received = self.parameters.new() if exchanges else []
 
     def before_forward(self, synchronize: bool) -> None:
@@ -92,7 +94,7 @@ class DecentralizedAlgorithm(ParameterAverage):
     def _start(self) -> None:
         self._versions = self.parameters.versions()
         self.parameters.read(self._flats)
-        groups = self._groups
+        groups = self.nodes
         if not self._is_with_one_peer:
             for flat in self._flats:
                 flat.mul_(1 / self.process_group.size())
@@ -109,15 +111,15 @@ class DecentralizedAlgorithm(ParameterAverage):
 
     @property
     def _peer(self) -> int:
-        return peer_of_shift_one(self._groups.node, len(self._groups.sizes), self._num_exchanges)
+        return peer_of_shift_one(self.nodes.node, len(self.nodes.sizes), self._num_exchanges)
 
     def _finish(self) -> None:
         under_way, self._under_way = self._under_way, None
         assert under_way is not None
         wait_for(under_way, self.name)
-        if self._is_with_one_peer and self._groups.leaders is not None:
+        if self._is_with_one_peer and self.nodes.leaders is not None:
             self._average_with_peer()
-        wait_for([self._groups.broadcast(flat) for flat in self._flats], self.name)
+        wait_for([self.nodes.broadcast(flat) for flat in self._flats], self.name)
         if self.parameters.versions() != self._versions:
             raise ReductionError(
                 f"{this_rank()}: parameters were written between a forward and the end of its backward, while the"
@@ -129,8 +131,8 @@ class DecentralizedAlgorithm(ParameterAverage):
 
     def _average_with_peer(self) -> None:
         """The average over the ranks of two nodes from their sums; both compute the same bits."""
-        sizes = self._groups.sizes
-        num_ranks = sizes[self._groups.node] + (sizes[self._peer] if len(sizes) > 1 else 0)
+        sizes = self.nodes.sizes
+        num_ranks = sizes[self.nodes.node] + (sizes[self._peer] if len(sizes) > 1 else 0)
         for flat, received in zip(self._flats, self._received, strict=True):
             if len(sizes) > 1:
                 flat.add_(received)

@@ -1,4 +1,4 @@
-"""DiLoCo: every rank takes many steps by itself, and the mean way of all ranks is a step of an outer optimizer."""
+"""DiLoCo: every rank takes many steps by itself; then an outer optimizer steps by the ranks' mean parameter change."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_compile import torch_internals
+from ddp_compile.algorithms import (
+    AlgorithmConfig,
+    FlatParameters,
+    Traits,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    average_over,
+    streams,
+    wait_for,
+)
 from ddp_compile.errors import ReductionError, shorten_names, this_rank
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
-from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
-from ddp_compile.runtime.algorithms.messages import wait_for
 from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
-from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
-from ddp_compile.runtime.comm.process_groups import own_group
-from ddp_compile.runtime.comm.streams import used_here
 
-#: If nothing has written to any parameter by then, it is no scaler that skips steps.
+#: If nothing has written to any parameter by then, no optimizer steps them; a scaler would not skip so many steps.
 _STEPS_WITHOUT_OPTIMIZER = 100
 
 
 class DiLoCoAlgorithm(ParameterAverage):
-    """Each fragment keeps its parameters after its last outer step, g, and the outer momentum m.
+    """Each fragment of the model has an outer copy g of its parameters x, and an outer momentum m.
 
-    At its own step of each cycle of H, every rank sends g - x, where x are its parameters. With d, the mean over the
-    ranks, m becomes momentum m + d, and g becomes g - lr (d + momentum m). Then x becomes (1 - alpha) g + alpha x.
-    These are the operations of ``torch.optim.SGD(nesterov=True)``, with d for the gradient, in the parameters' dtype.
-    The first cycle begins after warm-up, in which gradients are averaged.
+    Once in every H steps, each rank sends its delta g - x. With d, the mean delta of the ranks, m becomes
+    momentum m + d, and g becomes g - lr (d + momentum m). Then x becomes (1 - alpha) g + alpha x. These are the
+    operations of ``torch.optim.SGD(nesterov=True)`` with d as the gradient, in the parameters' dtype. The first cycle
+    begins after warm-up, in which gradients are averaged.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, config: DiLoCo) -> None:
@@ -48,7 +53,7 @@ class DiLoCoAlgorithm(ParameterAverage):
         self.name += f", after {config.warmup_steps} steps" if has_warmup else ""
         self.name += f", delayed by {config.fragment_sync_delay} with alpha {config.fragment_update_alpha}"
         self.name += f", {config.wire_dtype}, outer lr {config.outer_lr}, momentum {config.outer_momentum})"
-        self._begins_anew = False  # parameters may differ between the ranks, and g and m are of others
+        self._begins_anew = False  # the ranks' parameters may differ, and g and m do not belong to them
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
         """There must be as many parameters as fragments."""
@@ -56,19 +61,18 @@ class DiLoCoAlgorithm(ParameterAverage):
             return ""
         return (
             f"DiLoCo(fragments={self._config.fragments}) has more fragments than the model has parameters to reduce,"
-            f" {len(parameters)}; pass at most so many"
+            f" {len(parameters)}; pass at most that many"
         )
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
-        """Make a process group of its own, and for each fragment copies of the parameters and momenta."""
+        """Make a process group, and the outer copies and momenta of each fragment."""
         super().attach(parameters)
         self._named = dict(parameters)
         self._stepped: set[int] = set()  # ids of parameters that optimizers have stepped
         self._versions = self.parameters.versions()
-        self._group = own_group(self.process_group, next(iter(parameters.values())).device)
         parts = cut(list(parameters.values()), self._config.fragments)
         self._fragments = [
-            _Fragment(part, self._config, self._config.sync_every * (number + 1) // len(parts), self._group, self.name)
+            _Fragment(part, self._config, self._config.sync_every * (number + 1) // len(parts), self.group, self.name)
             for number, part in enumerate(parts)
         ]
 
@@ -102,18 +106,18 @@ class DiLoCoAlgorithm(ParameterAverage):
             fragment.finish()
 
     def before_load(self) -> None:
-        """Unless g and m are loaded after the module's parameters, begin anew from the ranks' mean."""
+        """Restart from the ranks' mean, unless g and m are loaded after the module's parameters."""
         self._begins_anew = True
 
     def _begin_anew(self) -> None:
         self.finish_exchanges()
-        average_over(self._group, self.parameters, self.name)
+        average_over(self.group, self.parameters, self.name)
         for fragment in self._fragments:
             fragment.begin_anew()
         self._begins_anew = False
 
     def _refuse_other_parameters(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise if parameters have gradients, but the optimizers are over others; not if a scaler skips their steps."""
+        """Raise if parameters have gradients but no optimizer; not if a scaler has skipped the optimizer's steps."""
         self._stepped |= {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         left = {name: p.grad for name, p in self._named.items() if p.grad is not None and id(p) not in self._stepped}
         are_wanted = bool(left) and all(bool(g.isfinite().all()) for g in left.values())
@@ -128,7 +132,7 @@ class DiLoCoAlgorithm(ParameterAverage):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The fragments, and the number of steps. Every rank calls it, and has errors of its own with eight bits."""
+        """The fragments and the number of steps. Every rank calls it; with eight bits, quantization errors differ."""
         state = super().state_dict()
         self.finish_exchanges()
         fragments = [fragment.state_dict() for fragment in self._fragments]
@@ -146,7 +150,7 @@ class DiLoCoAlgorithm(ParameterAverage):
         for fragment, given in zip(self._fragments, state["fragments"], strict=True):
             fragment.load_state_dict(given)
         super().load_state_dict(state)
-        # With other settings warm-up may be over, so that g and m are too old, or not over, and parameters differ.
+        # With another warmup_steps, g and m may be out of date, or the ranks' parameters may differ.
         self._begins_anew = state["begins_anew"] or state["is_in_warmup"] != self._is_in_warmup
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:
@@ -159,55 +163,54 @@ class DiLoCoAlgorithm(ParameterAverage):
             )
 
 
-#: Yields the works of each collective with the tensors that are still used, and returns the mean over the ranks. No
-#: method, since its frame must not keep a fragment alive that keeps it.
+#: Yields the works of each collective and the tensors that are in use until then and after; returns the mean deltas. A
+#: function and not a method of a fragment: the fragment keeps it, and its frame would keep the fragment.
 _Stages = Generator[tuple[list[Any], list[Tensor]], None, list[Tensor]]
 
 
-def _mean(ways: list[Tensor], wire_dtype: torch.dtype, group: dist.ProcessGroup) -> _Stages:
+def _mean(deltas: list[Tensor], wire_dtype: torch.dtype, group: dist.ProcessGroup) -> _Stages:
     if group.size() > 1:
-        ways = [way.mul_(1 / group.size()).to(wire_dtype) for way in ways]
-        yield [dist.all_reduce(way, group=group, async_op=True) for way in ways], ways
-    return ways
+        deltas = [delta.mul_(1 / group.size()).to(wire_dtype) for delta in deltas]
+        yield [all_reduce(delta, group) for delta in deltas], deltas
+    return deltas
 
 
-def _mean_of_bytes(
-    ways: list[Tensor], lost: list[Tensor], lost_of_sums: list[Tensor], group: dist.ProcessGroup
+def _mean_in_eight_bits(
+    deltas: list[Tensor], errors: list[Tensor], errors_of_sums: list[Tensor], group: dist.ProcessGroup
 ) -> _Stages:
-    """An all-to-all of compressed chunks, whose compressed sums are sent to all.
+    """An all-to-all of compressed chunks, then an all-gather of the compressed sum of each chunk.
 
-    Every rank decodes the same bytes, the owner of a chunk too, so all have the same bits.
+    Every rank decodes the same bytes, also of its own chunk, so all ranks get the same bits.
 
     Args:
-        ways: This rank's.
-        lost: For each the chunks of what rounding has lost, one for each rank. It is added to what is sent.
-        lost_of_sums: The same for the chunk whose sum this rank sends.
+        deltas: This rank's.
+        errors: The quantization errors of this rank's deltas, one row for each rank's chunk; added to what is sent.
+        errors_of_sums: The same for the sums of the chunk that this rank owns.
     """
     sent = []
-    for way, of_way in zip(ways, lost, strict=True):
-        of_way.view(-1)[: way.numel()] += way
-        sent.append(_compress(of_way, group.size()))
+    for delta, error in zip(deltas, errors, strict=True):
+        error.view(-1)[: delta.numel()] += delta
+        sent.append(_compress(error, group.size()))
     received = [torch.empty_like(rows) for rows in sent]
-    pairs = zip(received, sent, strict=True)
-    yield [dist.all_to_all_single(to, rows, group=group, async_op=True) for to, rows in pairs], ways + sent + received
+    works = [all_to_all(to, rows, group) for to, rows in zip(received, sent, strict=True)]
+    yield works, deltas + sent + received
     owned = []
-    for rows, total in zip(received, lost_of_sums, strict=True):
+    for rows, total in zip(received, errors_of_sums, strict=True):
         for row in rows:
             minmax_u8_decompress(row[None], part := torch.empty_like(total))
             total.add_(part, alpha=1 / group.size())
         owned.append(_compress(total, 1))
     gathered = [torch.empty_like(rows) for rows in sent]
-    pairs = zip(gathered, owned, strict=True)
-    works = [torch_internals.all_gather_single(to.view(-1), row.view(-1), group) for to, row in pairs]
-    yield works, ways + gathered + owned
-    for way, rows, of_way in zip(ways, gathered, lost, strict=True):
-        minmax_u8_decompress(rows, mean := torch.empty_like(of_way).view(-1))
-        way.copy_(mean[: way.numel()])
-    return ways
+    works = [all_gather(to.view(-1), row.view(-1), group) for to, row in zip(gathered, owned, strict=True)]
+    yield works, deltas + gathered + owned
+    for delta, rows, error in zip(deltas, gathered, errors, strict=True):
+        minmax_u8_decompress(rows, mean := torch.empty_like(error).view(-1))
+        delta.copy_(mean[: delta.numel()])
+    return deltas
 
 
 class _Fragment:
-    """A part of the model, which is synchronized at its own steps.
+    """A part of the model that takes its outer steps at its own time.
 
     Args:
         parameters: Its parameters.
@@ -222,16 +225,15 @@ class _Fragment:
     ) -> None:
         self._parameters, self._config, self._offset = FlatParameters(parameters), config, offset
         self._group, self._name = group, name
-        self._mean: list[Tensor] | None = None  # of the ranks' ways, received but not applied
+        self._mean: list[Tensor] | None = None  # delta of the ranks, received but not applied
         self._stages: _Stages | None = None  # of an exchange under way
         self._works: list[Any] = []
         self._used: list[Tensor] = []  # by these works, and after them
-        self._before, self._momentum = self._parameters.new(), self._parameters.new()
-        self._parameters.read(self._before)
+        self._before, self._momentum = self._parameters.copies(), self._parameters.new()
         chunks = [math.ceil(flat.numel() / group.size()) for flat in self._before] if self._is_compressed else []
-        # What eight bits have lost, of this rank's ways and of the chunks of the sums that it owns.
-        self._lost = [torch.zeros(group.size(), n, device=self._before[0].device) for n in chunks]
-        self._lost_of_sums = [torch.zeros(n, device=self._before[0].device) for n in chunks]
+        # Quantization errors of this rank's deltas, and of the sums of the chunks that it owns.
+        self._errors = [torch.zeros(group.size(), n, device=self._before[0].device) for n in chunks]
+        self._errors_of_sums = [torch.zeros(n, device=self._before[0].device) for n in chunks]
 
     @property
     def _is_compressed(self) -> bool:
@@ -264,12 +266,11 @@ class _Fragment:
             self._apply()
 
     def _exchange(self) -> _Stages:
-        x = self._parameters.new()
-        self._parameters.read(x)
-        ways = [before.float() - now.float() for before, now in zip(self._before, x, strict=True)]
+        now = self._parameters.copies()
+        deltas = [before.float() - x.float() for before, x in zip(self._before, now, strict=True)]
         if self._is_compressed:
-            return _mean_of_bytes(ways, self._lost, self._lost_of_sums, self._group)
-        return _mean(ways, self._config.wire_dtype, self._group)
+            return _mean_in_eight_bits(deltas, self._errors, self._errors_of_sums, self._group)
+        return _mean(deltas, self._config.wire_dtype, self._group)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -282,7 +283,7 @@ class _Fragment:
         if self._stages is None:
             return
         wait_for(self._works, self._name)
-        used_here(self._used)  # another stream may have allocated them, at an earlier step
+        streams.used_here(self._used)  # another stream may have allocated them, at an earlier step
         try:
             self._works, self._used = next(self._stages)
         except StopIteration as end:
@@ -292,27 +293,30 @@ class _Fragment:
         """The outer step."""
         config, mean = self._config, self._mean
         assert mean is not None
-        used_here(mean)
-        self._mean, new = None, self._parameters.new()
-        self._parameters.read(new)
-        for before, momentum, way, x in zip(self._before, self._momentum, mean, new, strict=True):
-            gradient = way.to(before.dtype)
+        streams.used_here(mean)
+        self._mean, new = None, self._parameters.copies()
+        for before, momentum, delta, x in zip(self._before, self._momentum, mean, new, strict=True):
+            gradient = delta.to(before.dtype)
             momentum.mul_(config.outer_momentum).add_(gradient)
             before.add_(gradient.add(momentum, alpha=config.outer_momentum), alpha=-config.outer_lr)
             x.copy_(before.lerp(x, config.fragment_update_alpha) if config.fragment_update_alpha else before)
         self._parameters.write(new)
 
     def begin_anew(self) -> None:
-        """Take the parameters for g, and forget all else."""
+        """Set g to the parameters, and all else to zero."""
         self._mean = None
         self._parameters.read(self._before)
-        for flat in (*self._momentum, *self._lost, *self._lost_of_sums):
+        for flat in (*self._momentum, *self._errors, *self._errors_of_sums):
             flat.zero_()
 
     @property
     def _kept(self) -> dict[str, list[Tensor]]:
-        momentum, lost, of_sums = self._momentum, self._lost, self._lost_of_sums
-        return {"before": self._before, "momentum": momentum, "lost": lost, "lost_of_sums": of_sums}
+        return {
+            "before": self._before,
+            "momentum": self._momentum,
+            "lost": self._errors,
+            "lost_of_sums": self._errors_of_sums,
+        }
 
     @property
     def shapes(self) -> dict[str, list[torch.Size]]:
@@ -320,7 +324,7 @@ class _Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Copies; with the mean over the ranks if it was received but not applied. Nothing may be under way."""
-        mean = None if self._mean is None else [way.clone() for way in self._mean]
+        mean = None if self._mean is None else [delta.clone() for delta in self._mean]
         return {**{key: [flat.clone() for flat in flats] for key, flats in self._kept.items()}, "mean": mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -329,11 +333,11 @@ class _Fragment:
             for flat, given in zip(flats, state[key], strict=True):
                 flat.copy_(given)
         device = self._before[0].device
-        self._mean = None if state["mean"] is None else [way.to(device, copy=True) for way in state["mean"]]
+        self._mean = None if state["mean"] is None else [delta.to(device, copy=True) for delta in state["mean"]]
 
 
 def _compress(values: Tensor, num_chunks: int) -> Tensor:
-    """The compressed chunks of values, which become what rounding has lost of them."""
+    """Compress in chunks; leaves the quantization error in `values`."""
     flat = values.view(-1)
     rows = minmax_u8_compress(flat, num_chunks)
     minmax_u8_decompress(rows, rounded := torch.empty_like(flat))
@@ -359,7 +363,7 @@ def _shapes_of(state: Mapping[str, Any]) -> dict[str, list[torch.Size]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiLoCo(AlgorithmConfig):
-    """Every rank trains by itself with any optimizer; after many steps, an outer optimizer steps by the mean way.
+    """Every rank trains by itself with any optimizer; after many steps, an outer optimizer steps by the mean change.
 
     With H = ``sync_every`` it sends H times less than an all-reduce of gradients in float32; H = 100 to 500 is usual.
     The outer optimizer is ``torch.optim.SGD(nesterov=True)``. It takes memory for two copies of the parameters, and
@@ -371,15 +375,15 @@ class DiLoCo(AlgorithmConfig):
         sync_every: Number of steps from one outer step to the next, of each fragment.
         fragments: Number of parts of the model, cut in the order of registration, with about equally many values. They
             are sent one after the other, evenly spread over the ``sync_every`` steps.
-        fragment_sync_delay: Number of steps for which the ranks train on while a fragment is under way; less than
+        fragment_sync_delay: Number of steps that the ranks take while a fragment is under way; less than
             ``sync_every``.
         fragment_update_alpha: Weight of this rank's own parameters when the outer step's result is mixed with them,
-            from 0 to 1. With a delay, 0 drops what the rank has learned meanwhile.
+            from 0 to 1. With a delay, 0 drops the steps of the meantime.
         wire_dtype: ``torch.float32``, ``torch.bfloat16``, or ``torch.uint8``: eight bits a value, relative to the
-            smallest and largest value of a chunk for each rank. What they lose is added the next time.
+            smallest and largest value of a chunk for each rank. The quantization error is added the next time.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its Nesterov momentum; 0 with ``outer_lr=1`` averages parameters. The defaults are for cycles of
-            hundreds of steps; for 10 steps, ``outer_lr=1`` and ``outer_momentum=0.5`` were better.
+            hundreds of steps; cycles of 10 steps did better with ``outer_lr=1`` and ``outer_momentum=0.5``.
         warmup_steps: Number of steps in which gradients are averaged first, as by ``GradientAllReduce()``. The paper's
             models had been trained so for about a quarter of all steps.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_compile import torch_internals
 from ddp_compile.kernels import flatten_scale, unflatten
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
-from ddp_compile.runtime.algorithms.messages import wait_for
+from ddp_compile.runtime.comm.transfers import all_reduce, wait_for
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -42,6 +42,12 @@ class FlatParameters:
         """Copy the parameters into buffers of `new`."""
         for flat, parameters in zip(flats, self._kinds.values(), strict=True):
             flatten_scale(_local(parameters), flat, 1.0)
+
+    def copies(self) -> list[Tensor]:
+        """The parameters in buffers of `new`."""
+        flats = self.new()
+        self.read(flats)
+        return flats
 
     def write(self, flats: Sequence[Tensor]) -> None:
         """Copy buffers of `new` into the parameters."""
@@ -81,26 +87,20 @@ def _local(parameters: Sequence[Tensor]) -> list[Tensor]:
     return torch_internals.local_tensors([parameter.detach() for parameter in parameters])
 
 
-def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work = torch_internals.started(dist.all_reduce(flat, group=group, async_op=True))
-    return work
-
-
 def average_over(group: dist.ProcessGroup, parameters: FlatParameters, name: str) -> None:
     """Replace the parameters by their mean over a group, with the same bits on every rank.
 
     Args:
         group: Every rank of it calls this.
         parameters: As many values on every rank.
-        name: What the error says has failed, the algorithm's name for example.
+        name: As for `wait_for`.
 
     Raises:
         ReductionError: A rank is gone, or has not come within the group's timeout.
     """
     if group.size() == 1:
         return
-    flats = parameters.new()
-    parameters.read(flats)
+    flats = parameters.copies()
     for flat in flats:
         flat.mul_(1 / group.size())
     wait_for([all_reduce(flat, group) for flat in flats], name)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, average_over
+from ddp_compile.algorithms import FLOATING, AlgorithmConfig, Traits, average_over
 from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
-from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
-from ddp_compile.runtime.comm.process_groups import own_group
 
 
 class LocalSGDAlgorithm(ParameterAverage):
@@ -30,14 +27,8 @@ class LocalSGDAlgorithm(ParameterAverage):
         super().__init__(process_group, period, warmup_steps)
         self.name = f"local SGD (period {period} after {warmup_steps} steps)"
 
-    def attach(self, parameters: Mapping[str, Parameter]) -> None:
-        """Make a process group of its own, since between two steps the ranks may send other things in different
-        orders."""
-        super().attach(parameters)
-        self._group = own_group(self.process_group, next(iter(parameters.values())).device)
-
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
-        average_over(self._group, self.parameters, self.name)
+        average_over(self.group, self.parameters, self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,16 +13,21 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ddp_compile.algorithms import (
+    AlgorithmConfig,
+    Traits,
+    Transfer,
+    device_of,
+    exchange,
+    keep_after,
+    objection_to_messages,
+    streams,
+    wait_for,
+)
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.kernels.contract.reference import row_bytes
 from ddp_compile.kernels.executors import KERNEL_DTYPES
-from ddp_compile.runtime.algorithms.messages import exchange, objection_to_messages, wait_for
 from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
-from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
-from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.process_groups import NodeGroups
-from ddp_compile.runtime.comm.streams import used_here, work_blocks_host
-from ddp_compile.runtime.comm.transfers import Transfer, keep_after
 
 #: Values that share a minimum and a maximum on the wire. These take 8 to 23 bytes for each such chunk.
 CHUNK_NUMEL = 1 << 16
@@ -48,42 +53,37 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
     traits = Traits(payload="parameters", takes_dtypes=KERNEL_DTYPES)
 
     def __init__(self, process_group: dist.ProcessGroup, communication_interval: int, hierarchical: bool) -> None:
-        super().__init__(process_group, communication_interval)
+        super().__init__(process_group, communication_interval, hierarchical=hierarchical)
         self.name = f"low-precision decentralized average (every {communication_interval}"
         self.name += ", hierarchical)" if hierarchical else ")"
-        self._hierarchical = hierarchical
         self._num_exchanges = 0
         self._under_way: dict[int, _Messages] = {}  # of the last exchange, by the number of the segment
         self._begins_anew = False  # parameters were loaded, but not W, L and R
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
         """The process group must be able to send messages from the parameters' device."""
-        return objection_to_messages(self.name, self.process_group, next(iter(parameters.values())).device)
+        return objection_to_messages(self.name, self.process_group, device_of(parameters))
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
         """Make process groups and copies of the parameters; raises if nodes are unknown, or differ in size."""
-        device = next(iter(parameters.values())).device
-        self._groups = NodeGroups.of(self.process_group, device, self.name, self._hierarchical)
-        if len(set(self._groups.sizes)) > 1:
+        super().attach(parameters)
+        if len(set(self.nodes.sizes)) > 1:
             raise ValueError(
                 f"the {self.name} needs nodes of one size, since in its ring every node has the same weight, but these"
-                f" have {', '.join(map(str, self._groups.sizes))} ranks; pass hierarchical=False"
+                f" have {', '.join(map(str, self.nodes.sizes))} ranks; pass hierarchical=False"
             )
-        super().attach(parameters)
-        leaders = self._groups.leaders
+        leaders = self.nodes.leaders
         has_two_neighbors = leaders is not None and leaders.size() > 2
-        self._own, self._left = self.parameters.new(), self.parameters.new()
-        self._right = self.parameters.new() if has_two_neighbors else self._left  # both are the same rank
-        for flats in self._kept().values():
-            self.parameters.read(flats)
-        if leaders is not None and work_blocks_host(leaders, device):
+        self._own, self._left = self.parameters.copies(), self.parameters.copies()
+        self._right = self.parameters.copies() if has_two_neighbors else self._left  # both are the same rank
+        if leaders is not None and streams.work_blocks_host(leaders, self.device):
             keep_after(self, partial(_let_neighbors_have, self._under_way))
 
     @torch.no_grad()
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
         if self.process_group.size() == 1:
             return
-        groups = self._groups
+        groups = self.nodes
         blocks = self.parameters.blocks(BLOCK_NUMEL) if groups.within is None and not self._begins_anew else None
         if blocks is None or groups.leaders is None:
             self._exchange_copies()
@@ -93,9 +93,8 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
 
     def _exchange_copies(self) -> None:
         """Exchange copies instead of the parameters themselves: a node's mean, or whole parameters."""
-        groups = self._groups
-        flats = self.parameters.new()
-        self.parameters.read(flats)
+        groups = self.nodes
+        flats = self.parameters.copies()
         if groups.within is not None:
             for flat in flats:
                 flat.mul_(1 / groups.sizes[groups.node])
@@ -197,12 +196,9 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
                 raise ValueError(f"the {self.name} was given the state of other parameters; build the same model")
 
     def _await(self, messages: _Messages) -> None:
-        try:
-            messages.transfer.wait()
-        except RuntimeError as error:
-            raise error_messages.exchange_failed(self.name, error) from error
+        wait_for([messages.transfer], self.name)
         # The previous step, which allocated them, may have run on another stream.
-        used_here([messages.sent, *(message for _, message in messages.received)])
+        streams.used_here([messages.sent, *(message for _, message in messages.received)])
 
 
 class _Messages(NamedTuple):

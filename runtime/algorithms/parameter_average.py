@@ -8,10 +8,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile.runtime.algorithms.all_reduce import AllReduce
-from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
-from ddp_compile.runtime.buckets.bucket import Bucket
-from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending
+from ddp_compile.algorithms import (
+    AllReduce,
+    Bucket,
+    CommAlgorithm,
+    FlatParameters,
+    NodeGroups,
+    Pending,
+    average_over,
+    device_of,
+)
 
 
 class ParameterAverage(CommAlgorithm):
@@ -24,10 +30,15 @@ class ParameterAverage(CommAlgorithm):
         process_group: Of the module.
         interval: Parameters are sent in each ``interval``-th step after warm-up.
         warmup_steps: Number of steps in which gradients are averaged.
+        hierarchical: Whether a subclass communicates on each node first, over ``nodes``; otherwise over ``group``.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, interval: int = 1, warmup_steps: int = 0) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, interval: int = 1, warmup_steps: int = 0, hierarchical: bool = False
+    ) -> None:
         self.process_group = process_group
+        self._hierarchical = hierarchical
+        self.group: Any = None  # set by `attach`
         self.interval = interval
         self._warmup_steps = warmup_steps
         self.num_steps = 0
@@ -47,6 +58,10 @@ class ParameterAverage(CommAlgorithm):
         return self._all_reduce.launch(bucket, is_last)
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
+        """Make the process groups, over which nothing else is sent; raises on every rank if nodes are unknown."""
+        self.device = device_of(parameters)
+        self.nodes = NodeGroups.of(self.process_group, self.device, self.name, self._hierarchical)
+        self.group = self.process_group if self._hierarchical else self.nodes.leaders
         self.parameters = FlatParameters(list(parameters.values()))
 
     def detach(self, together: bool) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ddp_compile.runtime.comm.streams import Event, Stream, record
+from ddp_compile.algorithms import streams
 
 
 class ParameterGate:
@@ -35,8 +35,8 @@ class ParameterGate:
         self._changed = threading.Condition()
         self._inside: Counter[str] = Counter()
         self._device = device
-        self._left: dict[Stream, Event] = {}  # when each stream last left after the last write
-        self._written: Event | None = None
+        self._left: dict[streams.Stream, streams.Event] = {}  # when each stream last left after the last write
+        self._written: streams.Event | None = None
         self._writer_waits = False
         self._versions = versions
         self._written_outside = written_outside
@@ -112,14 +112,14 @@ class ParameterGate:
                 function()
                 if self._has_writer:
                     self._versions_left = [version + 1 for version in before]
-                self._written = record(self._device)
+                self._written = streams.record(self._device)
                 return True
             finally:
                 self._writer_waits = False
                 self._changed.notify_all()
 
     def _note_left(self) -> None:
-        event = record(self._device)
+        event = streams.record(self._device)
         self._left[event.stream] = event
 
     def _await_write(self) -> None:

@@ -21,13 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile import torch_internals
+from ddp_compile.algorithms import AlgorithmConfig, AllReduceInChain, Bucket, CollectiveChain, local_tensors
 from ddp_compile.errors import shorten_names
-from ddp_compile.runtime.algorithms.all_reduce import AllReduceInChain
 from ddp_compile.runtime.algorithms.byte_grad import ByteGradAlgorithm
-from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
-from ddp_compile.runtime.buckets.bucket import Bucket
-from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
 
 
 class HasMomenta(Protocol):
@@ -129,7 +125,7 @@ class MomentumExchange(CollectiveChain):
             part.places.append(place)
             if momentum is not None:  # before the first gradient it is zero
                 part.places_of_momenta.append(place)
-                part.momenta.extend(torch_internals.local_tensors([momentum]))
+                part.momenta.extend(local_tensors([momentum]))
         return parts
 
 

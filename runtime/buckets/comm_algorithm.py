@@ -91,7 +91,11 @@ class Traits:
 
 
 class Pending(Protocol):
-    """A reduction under way, such as a ``torch.distributed.Work``."""
+    """A reduction under way: a ``torch.distributed.Work``, a `Transfer`, or an object of your own.
+
+    If it has an attribute ``works``, a list of works and futures that are done when it is, ``model.measure()`` notes
+    when that was, as it does for a work.
+    """
 
     def wait(self) -> object:
         """Return when the reduced gradients are in the bucket's flat buffer, or will be before later work on the
@@ -107,11 +111,16 @@ class Pending(Protocol):
         """The reduced flat buffer, or tensor of a sparse bucket; called after `wait`."""
 
 
+def device_of(parameters: Mapping[str, Parameter]) -> torch.device:
+    """The device of the first parameter, with which the ranks can send messages."""
+    return next(iter(parameters.values())).device
+
+
 class CommAlgorithm(ABC):
     """How one module's ranks communicate; built by an `AlgorithmConfig`.
 
     Every rank calls the methods in the same order, except for `using_parameters` and the states. The thread that runs
-    the backward calls `launch` and `after_backward`. docs/custom_algorithms.md says when each method is called and what
+    the backward calls `launch` and `after_backward`. docs/algorithms.md says when each method is called and what
     it may rely on.
     """
 

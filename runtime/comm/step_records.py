@@ -33,7 +33,6 @@ import torch.distributed as dist
 
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm import streams
-from ddp_compile.runtime.comm.transfers import MadeOfFuture, MadeOfWorks
 
 Kind = Literal["reduce", "gather"]
 
@@ -175,41 +174,31 @@ class StepRecords(NoRecords):
     def launch_ends(self, transfer: RawTransfer | None, pending: object) -> None:
         assert transfer is not None
         transfer.launch_returned = self._clock.mark()
-        if isinstance(pending, dist.Work):
-            self._note_when_done(transfer, [pending])
-        elif isinstance(pending, MadeOfWorks) and pending.works is not None:
-            self._note_when_done(transfer, pending.works)
-        elif isinstance(pending, MadeOfFuture) and pending.future is not None:
-            self._note_when_completed(transfer, pending.future)
+        works = [pending] if isinstance(pending, dist.Work) else getattr(pending, "works", None)
+        if works is not None:
+            self._note_when_done(transfer, works)
 
-    def _note_when_done(self, transfer: RawTransfer, works: Sequence[dist.Work | streams.Event]) -> None:
+    def _note_when_done(
+        self, transfer: RawTransfer, works: Sequence[dist.Work | torch.Future[Any] | streams.Event]
+    ) -> None:
         """See Note [When a transfer is done]."""
         if not works:  # there is no other rank
             transfer.num_works, transfer.done = 1, [transfer.launch_returned]
         elif not self._clock.is_of_host:
-            if not self._blocks_host:
-                with self._side.on():
-                    for work in works:
-                        work.wait()
-                    transfer.num_works, transfer.done = 1, [self._clock.mark()]
+            if self._blocks_host or not all(work.done() for work in works if isinstance(work, torch.Future)):
+                return  # the host would wait
+            with self._side.on():
+                for work in works:
+                    work.wait()
+                transfer.num_works, transfer.done = 1, [self._clock.mark()]
         else:
             try:
-                futures = [work.get_future() for work in works if isinstance(work, dist.Work)]
+                futures: list[Any] = [work.get_future() if isinstance(work, dist.Work) else work for work in works]
             except RuntimeError:  # messages of gloo have none
                 return
             transfer.num_works = len(futures)
             for future in futures:
                 future.add_done_callback(partial(_note_time, transfer.done))
-
-    def _note_when_completed(self, transfer: RawTransfer, future: torch.Future[Any]) -> None:
-        """See Note [When a transfer is done]."""
-        if self._clock.is_of_host:
-            transfer.num_works = 1
-            future.add_done_callback(partial(_note_time, transfer.done))
-        elif future.done() and not self._blocks_host:  # otherwise the host would wait
-            with self._side.on():
-                future.wait()
-                transfer.num_works, transfer.done = 1, [self._clock.mark()]
 
     def wait_begins(self, kind: Kind, index: int) -> RawTransfer | None:
         transfer = self._latest.get((kind, index))
@@ -258,7 +247,7 @@ class StepRecords(NoRecords):
 
     @property
     def num_steps(self) -> int:
-        """How many iterations it has come to, with those that raised."""
+        """Number of iterations seen, including failed ones."""
         return max(0, self._number - self._first)
 
     def read_all(self) -> list[RawStep]:

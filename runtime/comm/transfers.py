@@ -1,4 +1,4 @@
-"""Messages under way between ranks, even after their owner is gone.
+"""Collectives and messages between ranks: starting them, waiting for them, and keeping them after their owner.
 
 Note [Messages outlive their owners]
 Messages must outlive their sender until they are received. A rank may finish, free its model and destroy its process
@@ -23,8 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ddp_compile.runtime.comm.streams import Event
+from ddp_compile import torch_internals
+from ddp_compile.runtime.comm import streams
+from ddp_compile.runtime.comm.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
@@ -32,40 +35,39 @@ log = logging.getLogger(__name__)
 LONGEST_AT_END_S = 10.0
 
 
-class MadeOfWorks:
-    """What is done when all of its works are."""
+class Transfer:
+    """Works that are waited for together, as one work would be.
 
-    #: Those that may not have been waited for; they hold their tensors. None if they are not known yet.
-    works: Sequence[dist.Work | Event] | None
+    It waits for each work once: a second wait for a gloo message lasts until the timeout, and closes the connection
+    (torch 2.13). So all waits, on any thread, are made here. No Python code runs between a wait and the record that it
+    is done, since a signal handler, which may raise, could run there.
 
-
-class MadeOfFuture:
-    """What is done when its future is."""
-
-    future: torch.Future[Any] | None  #: None after it has been waited for
-
-
-class Transfer(MadeOfWorks):
-    """A group of works that are waited for together.
-
-    A gloo message may be waited for only once: a second wait lasts until the timeout, and closes the connection (torch
-    2.13). So all waits, on any thread, are made here. No Python code runs between a wait and the record that it is
-    done, since a signal handler, which may raise, could run there.
+    Args:
+        works: Works, or futures. Held, with their tensors, until they have been waited for.
+        result: What `result` returns.
+        then: Called once, after the waits, with what they have returned; replaces the result.
+        failed: Makes the error that `wait` raises in place of another Exception.
     """
 
-    works: Sequence[dist.Work]
-
-    def __init__(self, works: Sequence[dist.Work] = ()) -> None:
+    def __init__(
+        self,
+        works: Sequence[dist.Work | torch.Future[Any]] = (),
+        result: Sequence[Tensor] = (),
+        then: Callable[[Sequence[Any]], list[Tensor]] | None = None,
+        failed: Callable[[Exception], Exception] | None = None,
+    ) -> None:
         self.works = works
         self._number = len(works)
         self._waits = map(methodcaller("wait"), works)
-        self._done: list[bool] = []
+        self._values: list[Any] = []  # that waits have returned
         self._num_failed = 0
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
+        self._result = list(result)
+        self._then, self._failed = then, failed
 
     def wait(self) -> None:
-        """Return when all messages have arrived, or will have before later work on the current stream.
+        """Return when all works are done, or will be before later work on the current stream.
 
         Raises:
             RuntimeError: One failed or timed out. Every further call raises this again.
@@ -74,32 +76,122 @@ class Transfer(MadeOfWorks):
             if self._failure is not None:
                 raise self._failure
             try:
-                self._done.extend(self._waits)
+                self._values.extend(self._waits)
             except BaseException as error:
-                if not self.is_done:  # otherwise a handler raised after all had arrived
-                    self._num_failed += 1
-                    self._failure = error
+                if self.is_done:  # a signal handler raised after all had arrived
+                    raise
+                self._num_failed += 1
+                self._failure = error
+                if isinstance(error, Exception) and self._failed is not None:
+                    self._failure = self._failed(error)
+                    raise self._failure from error
                 raise
             finally:
                 if self.is_done:
                     self.works = ()
+            if self._then is not None:
+                self._result = self._then(self._values)
+                self._then = None
+                self._values, self._number = [], 0  # they may hold memory
 
     def wait_for_others(self) -> None:
         """Return when no other rank will receive any more of these messages, whatever fails."""
         with self._lock:
             while not self.is_done:
                 try:
-                    self._done.extend(self._waits)
+                    self._values.extend(self._waits)
                 except Exception as error:
                     self._num_failed += 1
                     self._failure = self._failure or error
                     log.info("a message that is no longer waited for has failed: %s", error)
             self.works = ()
 
+    def result(self) -> list[Tensor]:
+        """After `wait`: what has been transferred."""
+        return self._result
+
     @property
     def is_done(self) -> bool:
-        """Whether all has been waited for."""
-        return len(self._done) + self._num_failed == self._number
+        """Whether all works have been waited for."""
+        return len(self._values) + self._num_failed == self._number
+
+
+# What algorithms start. Each returns the work of what it has started, or a list of works.
+
+
+def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start adding up tensors of any shape, in place."""
+    return _work(dist.all_reduce(flat, group=group, async_op=True))
+
+
+def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start sending row j of ``sent`` to rank j, whose row comes to ``received``, of the same shape."""
+    return _work(dist.all_to_all_single(received, sent, group=group, async_op=True))
+
+
+def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start sending ``own``, of shape (n,), to all ranks; ``gathered``, of shape (ranks * n,), gets all of them."""
+    return _work(torch_internals.all_gather_single(gathered, own, group))
+
+
+def exchange(
+    sent: Sequence[Tensor],
+    received: Sequence[tuple[int, Sequence[Tensor]]],
+    group: dist.ProcessGroup,
+    tag: int,
+    name: str,
+) -> list[dist.Work]:
+    """Start sending the same tensors to some ranks, and receiving from each of them.
+
+    Args:
+        sent: Goes to each of them.
+        received: For each of them, its rank in the group and the tensors to receive into.
+        tag: Has to be equal on both sides; NCCL ignores it.
+        name: What the error says has failed, the algorithm's name for example.
+
+    Raises:
+        ReductionError: A rank is gone.
+    """
+    operations = [
+        dist.P2POp(function, tensor, dist.get_global_rank(group, peer), group, tag)
+        for peer, tensors in received
+        for function, some in ((dist.isend, sent), (dist.irecv, tensors))
+        for tensor in some
+    ]
+    with Exchange(name), torch_internals.unprofiled_messages():
+        return dist.batch_isend_irecv(operations)
+
+
+def objection_to_messages(name: str, process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """Why the ranks cannot send messages to each other, and the way out; empty if they can."""
+    backend = torch_internals.backend_name(process_group, device)
+    if backend == "gloo" and streams.has_streams(device):
+        return (
+            f"the {name} sends point-to-point messages, for which gloo takes CPU tensors only, but the parameters are"
+            f" on {device}; use a process group of the device's own backend, or GradientAllReduce()"
+        )
+    return ""
+
+
+def wait_for(works: Sequence[dist.Work | Transfer | None], name: str) -> None:
+    """Wait for all works, in their order.
+
+    Args:
+        works: Those of None are passed over.
+        name: What the error says has failed, the algorithm's name for example.
+
+    Raises:
+        ReductionError: One of them has failed.
+    """
+    with Exchange(name):
+        for work in works:
+            if work is not None:
+                work.wait()
+
+
+def _work(started: Any) -> dist.Work:
+    work: dist.Work = torch_internals.started(started)
+    return work
 
 
 def keep_after(owner: object, finish: Callable[[], None]) -> None:

@@ -17,15 +17,16 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import DDPCompileError, ReductionError, name_values, this_rank
+from ddp_compile.errors import DDPCompileError, RanksDifferError, ReductionError, name_values, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
+from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints
 from ddp_compile.runtime.desync.gathering import Gathering, pauses
 from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
@@ -35,7 +36,7 @@ from ddp_compile.runtime.desync.rank_status import RankStatuses
 log = logging.getLogger(__name__)
 
 
-class DesyncMonitor:
+class DesyncMonitor(AgreementPoints):
     """Lets the ranks of one module compare and post through the store of their process group while they train.
 
     Every rank constructs it at the same time. With one rank, or a process group without a store, nothing is exchanged.
@@ -45,49 +46,20 @@ class DesyncMonitor:
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, class_name: str) -> None:
-        self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
+        rank, ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
         self._timeout_s = torch_internals.group_timeout(process_group, device).total_seconds()
         # The name separates it from other modules, and from an earlier process group in the same store.
         self._store = GroupStore(process_group, f"ddp_compile/{name_from_rank_0(process_group, device)}/")
-        shared, own = order_in(process_group, self._store), ModelOrder(self._store, "own/")
-        self._points = AgreementPoints(shared, own, class_name, self._rank, self._ranks)
-        self._statuses = RankStatuses(self._store, self._rank, self._ranks)
+        own = ModelOrder(self._store, "own/")
+        super().__init__(order_in(process_group, self._store), own, class_name, rank, ranks)
+        self._statuses = RankStatuses(self._store, rank, ranks)
         self._num_forwards: Counter[str] = Counter()
         self._num_meetings = 0
-        #: The methods of the points themselves, since a wrapper would take time in every step.
-        self.last_bucket_is_launched = self._points.last_bucket_is_launched
-        self.iteration_ends = self._points.iteration_ends
-        self.refuse_other_message = self._points.refuse_other_message
-        self.model = self._points.model  #: this model's name among those that share the process group
-        self.model_number = self._points.model_number  #: its number among them
         if self._store.lost is None:
             # torch keeps these callbacks forever, so they must not refer to this object.
             stop = torch_internals.watch_compilations(*_compilation_notes(weakref.ref(self._statuses)))
             weakref.finalize(self, stop)
             weakref.finalize(self, post_uncaught_error(self._statuses)).atexit = False
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether no fingerprints are compared, since ranks do different things on purpose."""
-        return self._points.is_paused
-
-    @is_paused.setter
-    def is_paused(self, value: bool) -> None:
-        self._points.is_paused = value
-
-    @property
-    def mark(self) -> int:
-        """See `AgreementPoints.mark`."""
-        return self._points.mark
-
-    def local_steps_are(self, number: int) -> None:
-        """How often an optimizer has stepped with gradients that no other rank has."""
-        self._points.num_local_steps = number
-
-    @property
-    def awaits_backward(self) -> bool:
-        """See `ForwardsLeftOut.awaits_backward`."""
-        return self._points.forwards.awaits_backward
 
     def forward_begins(self, kind: str) -> None:
         """A forward begins: a "training forward", an "evaluation forward" and so on; each kind has its own count."""
@@ -96,7 +68,7 @@ class DesyncMonitor:
 
     def buffers_are_broadcast(self, kind: str) -> None:
         """Record that the forward waits for rank 0's buffers."""
-        self._points.buffers_are_broadcast()
+        self.sends_buffers()
         self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
 
     def forward_ends(self, kind: str, outputs: Any = None, trains: bool = True) -> None:
@@ -108,26 +80,26 @@ class DesyncMonitor:
             trains: Whether all ranks have to call its backward, or none.
         """
         if outputs is not None:
-            self._points.forwards.watch(outputs, counts=trains)
+            self.forwards.watch(outputs, counts=trains)
         self._statuses.note(kind, self._num_forwards[kind], " has returned")
 
     def backward_begins(self, after_forward: bool) -> None:
         """The first gradient of an iteration has arrived, after a synchronized forward or without one."""
-        self._points.begins_after_forward = after_forward
-        self._statuses.note("backward of iteration", self._points.iteration_number)
+        self.begins_after_forward = after_forward
+        self._statuses.note("backward of iteration", self.iteration_number)
 
     def buckets_are_awaited(self) -> None:
         """The backward has ended, but buckets may still be under way."""
-        self._statuses.note("waiting for the buckets of iteration", self._points.iteration_number)
+        self._statuses.note("waiting for the buckets of iteration", self.iteration_number)
 
     def backward_is_incomplete(self) -> None:
         """The backward has ended without all gradients, but another one may bring them."""
-        self._statuses.note("backward of iteration", self._points.iteration_number, " has left gradients out")
+        self._statuses.note("backward of iteration", self.iteration_number, " has left gradients out")
 
     def compare(self) -> None:
-        """All collectives of the iteration are over; see `AgreementPoints.compare`."""
-        self._points.compare()
-        self._statuses.note("iteration", self._points.iteration_number, " is over")
+        """See `AgreementPoints.compare`."""
+        super().compare()
+        self._statuses.note("iteration", self.iteration_number, " is over")
 
     def agree_on_algorithm(self, algorithm: str) -> None:
         """Wait until every rank has registered the hook, after iterations that were reduced without one.
@@ -135,21 +107,9 @@ class DesyncMonitor:
         Raises:
             RanksDifferError: A rank registered another hook, or none within the process group's timeout.
         """
-        try:
-            described = self._meet("algorithm", f"registering the {algorithm}", algorithm, "no comm hook")
-        except StoreLostError as error:
-            described = None
-            log.warning(
-                "%s: it is not known whether every rank has registered the %s: the store of the process group is gone"
-                " (%s)",
-                this_rank(),
-                algorithm,
-                error,
-            )
+        described = self._meet("algorithm", f"registering the {algorithm}", algorithm, "no comm hook")
         if described is not None:
-            differ = error_messages.algorithms_differ(described)
-            self._statuses.raised(differ)  # ranks that do not register one will wait for this rank
-            raise differ
+            self._raise(error_messages.algorithms_differ(described))
 
     def agree_on_measurement(self, call: str, begins: str = "") -> None:
         """Wait until every rank has made the same call of a measurement between the same two steps.
@@ -163,15 +123,13 @@ class DesyncMonitor:
         Raises:
             RanksDifferError: A rank has made another one, or none within the process group's timeout.
         """
-        try:
-            described = self._meet("measurement", f"in {call}", call + begins, "nothing")
-        except StoreLostError as error:
-            described = None
-            log.info("%s: no store says whether every rank is in %s (%s)", this_rank(), call, error)
+        described = self._meet("measurement", f"in {call}", call + begins, "nothing")
         if described is not None:
-            differ = error_messages.measurements_differ(described)
-            self._statuses.fail(f": {differ}")  # the others will wait for this rank
-            raise differ
+            self._raise(error_messages.measurements_differ(described))
+
+    def _raise(self, error: RanksDifferError) -> NoReturn:
+        self._statuses.raised(error)  # the others will wait for this rank
+        raise error
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
@@ -180,29 +138,37 @@ class DesyncMonitor:
         Raises:
             ReductionError: In place of the RuntimeError of a collective inside.
         """
-        self._statuses.note(f"in {call} before iteration", self._points.iteration_number)
+        self._statuses.note(f"in {call} before iteration", self.iteration_number)
         try:
-            yield
+            with Exchange(f"comparison of the ranks in {call}", self):
+                yield
         except DDPCompileError as error:
             self._statuses.raised(error)
             raise
-        except RuntimeError as error:
-            failure = error_messages.exchange_failed(f"comparison of the ranks in {call}", error)
-            raise self.report_failure(failure) from error
 
     def _meet(self, kind: str, doing: str, value: str, absent: str) -> str | None:
         """Wait until every rank has come here; which rank came with which value, None if all have the same.
 
-        Raises:
-            StoreLostError: The store has not answered.
+        None as well if there is no store that could say so.
         """
         if len(self._ranks) == 1:
             return None
-        iteration_number = self._points.iteration_number
-        self._statuses.note(f"{doing} before iteration", iteration_number, waits_for_all=True)
+        self._statuses.note(f"{doing} before iteration", self.iteration_number, waits_for_all=True)
         self._num_meetings += 1
         # Counters of an earlier call in which the ranks differed must not count in this one.
-        name = f"{kind}/{iteration_number}/{self._num_meetings}"
+        name = f"{kind}/{self.iteration_number}/{self._num_meetings}"
+        try:
+            return self._compare_at(name, value, absent)
+        except StoreLostError as error:
+            log.warning(
+                "%s: it is not known whether every rank is %s: the store of the process group is gone (%s)",
+                this_rank(),
+                doing,
+                error,
+            )
+            return None
+
+    def _compare_at(self, name: str, value: str, absent: str) -> str | None:
         keys = {rank: f"{name}/{rank}" for rank in self._ranks}
         self._store.post(keys[self._rank], value)
         alike = f"{name}/{hashlib.sha256(value.encode()).hexdigest()[:16]}/registered"

@@ -13,13 +13,13 @@ from torch.nn.utils import clip_grads_with_norm_
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
-from ddp_compile.runtime.algorithms.messages import objection_to_messages
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.buckets.sharding import Sharding
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.process_groups import close_groups, group_of
 from ddp_compile.runtime.comm.step_records import NoRecords
+from ddp_compile.runtime.comm.transfers import objection_to_messages
 from ddp_compile.runtime.sharded.bucket import ShardedBucket
 from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.gradients import ShardedGradients, norm_over_ranks

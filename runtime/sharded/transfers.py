@@ -28,14 +28,14 @@ from ddp_compile.errors import DDPCompileError, RanksDifferError, this_rank
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketSpec
 from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.process_groups import objects_of_all
-from ddp_compile.runtime.comm.transfers import MadeOfWorks, Transfer, keep_after
+from ddp_compile.runtime.comm.transfers import Transfer, keep_after
 from ddp_compile.runtime.sharded.cut import Cut
 
 #: Tag of the messages of a reduction; gathers have smaller ones.
 REDUCTION_TAG = 2**15
 
 
-class ReducedShard(MadeOfWorks):
+class ReducedShard:
     """A bucket on its way to shards; the reducer waits for it.
 
     ``parts`` are the ranks' contributions to this rank's shard, in their order; one alone is the sum already.
@@ -48,7 +48,7 @@ class ReducedShard(MadeOfWorks):
         self._shard: Tensor | None = None
 
     @property
-    def works(self) -> Sequence[dist.Work]:  # type: ignore[override]  # only read
+    def works(self) -> Sequence[dist.Work | torch.Future[Any]]:
         return self._transfer.works
 
     def wait(self) -> None:

@@ -1,6 +1,6 @@
 """Graphs that cannot be compiled run eagerly, with right gradients and a warning; with ``fullgraph`` they are errors.
 
-One rank is enough here. A failure on one of several ranks is in tests/multiproc/test_exceptions.py.
+One rank is enough here. A failure on one of several ranks is in tests/desync/test_exceptions.py.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def message_beside_a_gpu(with_store: bool) -> tuple[str, list[list[int]]]:
 
 @on_ranks(2)
 def test_who_trains_inside_join() -> None:
-    state: Any = SimpleNamespace(process_group=dist.group.WORLD, device=torch.device("cuda", 0))
+    state: Any = SimpleNamespace(process_group=dist.group.WORLD, device=torch.device("cuda", 0), monitor=None)
     inputs = UnevenInputs(state)
     with without_a_gpu():
         for training in ([0, 1], [1], []):

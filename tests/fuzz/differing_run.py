@@ -77,15 +77,13 @@ def run_differing(seeds: Sequence[int], shrinks: bool, writes_table: bool) -> in
 
 
 def table_of(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Outcomes by kind, in Markdown."""
-    rows = [
-        f"| rank 1 alone differs in | {' | '.join(DIFFERING_OUTCOMES)} |",
-        "|---|" + "---|" * len(DIFFERING_OUTCOMES),
-    ]
-    for kind in KINDS:
-        if kind in counts:
-            rows.append(f"| {kind} | {' | '.join(str(counts[kind][each] or '') for each in DIFFERING_OUTCOMES)} |")
-    return "\n".join(rows)
+    """The kinds with the same outcomes in one row, in Markdown."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for kind in filter(counts.__contains__, KINDS):
+        outcomes = tuple(each for each in DIFFERING_OUTCOMES if counts[kind][each])
+        kinds.setdefault(outcomes, []).append(f"{kind} ({'/'.join(str(counts[kind][each]) for each in outcomes)})")
+    rows = [f"| {' or '.join(outcomes)} | {', '.join(names)} |" for outcomes, names in kinds.items()]
+    return "\n".join(["| what happens | rank 1 alone differs in (cases) |", "|---|---|", *rows])
 
 
 def write_table(table: str) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from differing_ranks import run_and_meet
 from models import Mlp, loss_of
 from rank_pool import on_ranks
-from test_waiting_ranks import run_and_meet
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 

@@ -18,7 +18,7 @@ HEAD = """\
 Each line is a ReplicationError as soon as the second of the two features is switched on. All other pairs work together:
 `tests/features/test_feature_pairs.py` tries every pair. `find_unused_parameters=True` has no effect with
 `static_graph=True`, which is a warning. What an algorithm takes, such as sparse gradients, DTensors and dtypes, is on
-another page: [custom_algorithms.md](custom_algorithms.md).
+another page: [algorithms.md](algorithms.md#an-algorithm-of-your-own).
 
 `python tests/parity/write_features_page.py` writes this page from `ddp_compile/features/compatibility.py`; do not edit
 it.

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "desync"))
 
 import torch.distributed as dist
 from store_ranks import CountingStore, group_of, on_threads, points_of, run_iteration

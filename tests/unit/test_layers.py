@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,19 +148,39 @@ LAYERS = [
     ["runtime.sharded", "runtime"],
     ["passes", "passes.analysis"],
     ["passes.forward", "passes.backward"],
-    ["compile", "validation", "algorithms", "comm_hooks", "optim"],
+    ["compile", "validation", "algorithms", "comm_hooks"],
     ["features"],
     ["module"],
     ["api", "functions", "sharded_optimizer"],
     [""],
+    ["extension of algorithms"],
+    ["optim"],
     ["integrations", "bench", "commands"],
     ["__main__"],
 ]
+#: The algorithms that no module of the core imports, although they lie in its folder.
+EXTENSION = {
+    f"ddp_compile.runtime.algorithms.{name}"
+    for name in (
+        "async_model_average",
+        "averaging_thread",
+        "byte_grad",
+        "decentralized",
+        "diloco",
+        "local_sgd",
+        "low_precision_decentralized",
+        "parameter_average",
+        "parameter_gate",
+        "q_adam",
+    )
+}
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 
 def folder_of(module: str) -> str:
     """The folder of a module, without the package's name; a module at the top of the package stands for itself."""
+    if module in EXTENSION:
+        return "extension of algorithms"
     name = module.removeprefix("ddp_compile").removeprefix(".")
     if name.split(".")[0] == "bench":
         return "bench"
@@ -180,7 +201,8 @@ def arrows() -> dict[tuple[str, str], set[str]]:
 def test_folders_import_from_lower_layers_only() -> None:
     assert {folder_of(module) for module in TREES} == set(LAYER_OF)
     upward = {pair: modules for pair, modules in arrows().items() if LAYER_OF[pair[0]] <= LAYER_OF[pair[1]]}
-    assert upward == {}
+    # For type checkers; `test_the_core_does_not_load_the_extension` is about run time.
+    assert upward == {("algorithms", "extension of algorithms"): {"ddp_compile.algorithms"}}
 
 
 def test_passes_and_runtime_never_import_each_other() -> None:
@@ -336,11 +358,17 @@ def test_private_names_are_where_they_are_asked_for() -> None:
     assert {name for name in names if not exists(name)} == missing
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "diloco", "low_precision_decentralized"])
-def test_algorithms_after_a_step_use_what_a_user_can(name: str) -> None:
-    """Of the reducer and the other algorithms; checks of settings, streams and texts of errors are left out."""
+def test_the_core_does_not_load_the_extension() -> None:
+    program = "import sys, ddp_compile, ddp_compile.algorithms; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, check=True)
+    assert EXTENSION & set(printed.stdout.decode().split()) == set()
+
+
+def test_an_extension_imports_the_public_names_only() -> None:
     algorithms = importlib.import_module("ddp_compile.algorithms")
-    imported = imports_of_ours(f"ddp_compile.runtime.algorithms.{name}")
-    ours = {each for each in imported if re.match(r"ddp_compile\.runtime\.(algorithms|buckets)\.\w+\.", each)}
-    refused = {each.rpartition(".")[2] for each in ours} - set(algorithms.__all__)
-    assert refused == {"refuse_interval"} | ({"FLOATING"} if name == "local_sgd" else set())
+    public = {"ddp_compile.algorithms", *(f"ddp_compile.algorithms.{name}" for name in algorithms.__all__)}
+    layers = ("ddp_compile.errors", "ddp_compile.kernels")
+    for module in EXTENSION:
+        own = set.union(*(reaches(imports_of_ours(module), other) for other in EXTENSION))
+        rest = imports_of_ours(module) - public - own - {"ddp_compile.runtime.algorithms"}
+        assert {name for name in rest if not any(reaches({name}, layer) for layer in layers)} == set(), module

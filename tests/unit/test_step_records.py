@@ -17,7 +17,6 @@ from ddp_compile.runtime.algorithms import collective_chain
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.step_records import StepRecords
-from ddp_compile.runtime.comm.transfers import MadeOfFuture
 
 PLAN = plan_in_frames(gradients(100))
 CPU = torch.device("cpu")
@@ -140,9 +139,10 @@ def test_on_the_host_the_future_of_a_work_says_when_it_was_done(is_complete: boo
     assert transfer.done == [transfer.waited_until] or is_complete
 
 
-class Hook(MadeOfFuture):
+class Hook:
     def __init__(self) -> None:
-        self.future = torch.futures.Future()
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self.works = [self.future]
 
 
 @pytest.mark.parametrize("is_complete", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -12,11 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from averages import Simulation, batch, error_of, make_adamw, make_model, train_step
 from beside import flat_of, is_same_everywhere, of_all_ranks
 from in_ci import only
 from models import Mlp, loss_of
 from rank_pool import on_ranks
-from test_parameter_averages import Simulation, batch, make_adamw, make_model, train_step
 from torch import Tensor, nn
 
 from ddp_compile import ReductionError, ReplicationError, ddp_compile, shard_optimizer, torch_internals
@@ -44,13 +45,13 @@ CASES = {
 
 
 class Part(NamedTuple):
-    """A fragment: where its values are in the flat parameters, when it is sent, and what is kept."""
+    """A fragment: its place in the flat parameters, the step that sends it, and what is kept."""
 
     where: slice
     offset: int
     outer: nn.Parameter
     optimizer: torch.optim.Optimizer
-    lost: list[Tensor]  # of each rank's ways
+    lost: list[Tensor]  # of each rank's deltas
     lost_of_sums: list[Tensor]
 
 
@@ -80,14 +81,14 @@ def rounded(values: Tensor) -> Tensor:
     return result
 
 
-def mean_of(ways: list[Tensor], part: Part, wire_dtype: torch.dtype) -> Tensor:
-    size, numel = len(ways), len(ways[0])
+def mean_of(deltas: list[Tensor], part: Part, wire_dtype: torch.dtype) -> Tensor:
+    size, numel = len(deltas), len(deltas[0])
     if wire_dtype is not torch.uint8 or size == 1:
         dtype = wire_dtype if size > 1 else torch.float32
-        return torch.stack([(way / size).to(dtype) for way in ways]).sum(0).float()
+        return torch.stack([(delta / size).to(dtype) for delta in deltas]).sum(0).float()
     sums = [lost.clone() for lost in part.lost_of_sums]
-    for way, lost in zip(ways, part.lost, strict=True):
-        lost[:numel] += way
+    for delta, lost in zip(deltas, part.lost, strict=True):
+        lost[:numel] += delta
         for owner, chunk in enumerate(lost.chunk(size)):
             sums[owner].add_(rounded(chunk), alpha=1 / size)  # to the last bit, on which a code may depend
             chunk -= rounded(chunk)
@@ -111,8 +112,8 @@ def simulate(simulation: Simulation, config: DiLoCo) -> Iterator[list[Part]]:
         for number, part in enumerate(parts):
             since = step + 1 - config.warmup_steps - part.offset
             if since >= 0 and since % config.sync_every == 0:
-                ways = [part.outer.detach() - flat[part.where] for flat in flats]
-                under_way[number] = mean_of(ways, part, config.wire_dtype)
+                deltas = [part.outer.detach() - flat[part.where] for flat in flats]
+                under_way[number] = mean_of(deltas, part, config.wire_dtype)
             if since >= 0 and since % config.sync_every == config.fragment_sync_delay and number in under_way:
                 part.outer.grad = under_way.pop(number)
                 part.optimizer.step()
@@ -131,7 +132,7 @@ IN_CI = [("fragments", 3), ("bfloat16", 2), ("eight bits", 2), ("all of it", 3),
 @pytest.mark.parametrize(("name", "world_size"), only(IN_CI, EVERYWHERE))
 @on_ranks()
 @torch.compiler.set_stance("force_eager")
-def test_every_step_is_that_of_the_simulation(name: str, world_size: int) -> None:
+def test_steps_match_simulation(name: str, world_size: int) -> None:
     """Looked at right after the optimizer's step. What the outer optimizer keeps is the same on every rank, bit by
     bit."""
     config, rank = CASES[name], dist.get_rank()
@@ -152,7 +153,7 @@ def test_every_step_is_that_of_the_simulation(name: str, world_size: int) -> Non
 
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def test_an_evaluation_after_the_step_sees_the_same_parameters_everywhere() -> None:
+def test_evaluation_after_outer_step() -> None:
     for wire_dtype in (torch.float32, torch.bfloat16, torch.uint8):
         model, optimizer = make_model(DiLoCo(sync_every=3, wire_dtype=wire_dtype))
         alike = []
@@ -165,23 +166,7 @@ def test_an_evaluation_after_the_step_sees_the_same_parameters_everywhere() -> N
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_a_scaler_of_one_rank_may_skip_the_step_before_the_outer_one() -> None:
-    model, optimizer = make_model(DiLoCo(sync_every=2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    for step in range(6):
-        with model.no_sync():
-            scaler.scale(loss_of(model(batch(dist.get_rank(), step, 0)))).backward()
-        loss = loss_of(model(batch(dist.get_rank(), step, 1)))
-        scaler.scale(loss * float("inf") if step == 3 and dist.get_rank() == 0 else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert is_same_everywhere(flat_of(model)) and flat_of(model).isfinite().all()
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_parameters_that_are_loaded_alone_are_where_it_begins() -> None:
+def test_loaded_parameters_begin_anew() -> None:
     """Each rank loads its own of the middle of a cycle; without the state of the algorithm they become the mean."""
     model, optimizer = make_model(BYTES)
     for step in range(5):
@@ -194,37 +179,24 @@ def test_parameters_that_are_loaded_alone_are_where_it_begins() -> None:
         assert is_same_everywhere(flat_of(model)) and (flat_of(model) - mean).abs().max() < 1e-6
 
 
-WAYS = ["loaded before", "resumed with fewer", "resumed with more", "module.forward"]
-
-
-@pytest.mark.parametrize("way", only(WAYS[1:3], WAYS))
+@pytest.mark.parametrize(("steps_before", "warmup_steps"), [(2, 1), (4, 6)], ids=["fewer", "more"])
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_the_first_cycle_begins_with_what_warm_up_has_reached(way: str) -> None:
-    model, optimizer = make_model(DiLoCo(sync_every=2, warmup_steps=3, outer_lr=1.0, outer_momentum=0.0))
-    if way == "loaded before":
-        model.load_state_dict(copy.deepcopy(model.state_dict()))
-    for step in range(2 if way == "resumed with fewer" else 3):
-        if way == "module.forward":
-            loss_of(model.forward(batch(dist.get_rank(), step, 0))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            train_step(model, optimizer, step)
-        assert is_same_everywhere(flat_of(model))
-    if way == "resumed with more":
-        train_step(model, optimizer, 3)
-        assert not is_same_everywhere(flat_of(model))
-    if way.startswith("resumed"):
-        states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.comm_algorithm.state_dict()])
-        warmup_steps = 1 if way == "resumed with fewer" else 6
-        model, optimizer = make_model(DiLoCo(sync_every=2, warmup_steps=warmup_steps, outer_lr=1.0, outer_momentum=0.0))
-        for each, state in zip((model, optimizer, model.comm_algorithm), states, strict=True):
-            each.load_state_dict(state)
-    if way == "resumed with more":  # the ranks' states of AdamW differ
+def test_resumes_with_another_warm_up(steps_before: int, warmup_steps: int) -> None:
+    """The first cycle begins with what warm-up, of three steps before, has reached."""
+    config = DiLoCo(sync_every=2, warmup_steps=3, outer_lr=1.0, outer_momentum=0.0)
+    model, optimizer = make_model(config)
+    for step in range(steps_before):
+        train_step(model, optimizer, step)
+        assert is_same_everywhere(flat_of(model)) == (step < 3)
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.comm_algorithm.state_dict()])
+    model, optimizer = make_model(dataclasses.replace(config, warmup_steps=warmup_steps))
+    for each, state in zip((model, optimizer, model.comm_algorithm), states, strict=True):
+        each.load_state_dict(state)
+    if steps_before == 4:  # the ranks' states of AdamW differ
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     before = flat_of(model)
-    for step in range(1 if way == "resumed with fewer" else 2):  # up to the end of a cycle
+    for step in range(1 if steps_before == 2 else 2):  # up to the end of a cycle
         train_step(model, optimizer, 10 + step)
     assert is_same_everywhere(flat_of(model))
     assert (flat_of(model) - before).abs().max() < 2.5 * optimizer.param_groups[0]["lr"]
@@ -272,7 +244,7 @@ def bytes_sent(algorithm: Any, num_steps: int, **settings: Any) -> float:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_it_sends_that_many_times_less_than_an_all_reduce() -> None:
+def test_bytes_sent() -> None:
     """Of eight bits, 0.03 % are the minimum and maximum of chunks of 130,000 values."""
     whole = bytes_sent(GradientAllReduce(), 2) * 50
     times = {
@@ -292,7 +264,7 @@ def test_it_sends_that_many_times_less_than_an_all_reduce() -> None:
         ([3, 1, 2, 4, 2], [2, 2, 1]),
     ],
 )
-def test_fragments_have_about_the_same_number_of_values(numels: list[int], expected: list[int]) -> None:
+def test_fragments_are_of_equal_size(numels: list[int], expected: list[int]) -> None:
     parameters = [nn.Parameter(torch.zeros(numel)) for numel in numels]
     parts = cut(parameters, len(expected))
     assert [len(part) for part in parts] == expected and all(
@@ -323,37 +295,26 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) 
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_what_goes_wrong_is_named_on_every_rank() -> None:
-    said: list[str] = []
-
-    def refused(call: Any, error: type[Exception]) -> None:
-        with pytest.raises(error) as raised:
-            call()
-        said.append(str(raised.value))
-
-    refused(lambda: make_model(DiLoCo(sync_every=9, fragments=9)), ReplicationError)  # of eight parameters
-    model, optimizer = make_model(DiLoCo(sync_every=2))
-    refused(lambda: model.register_comm_hook(None, allreduce_hook), ReplicationError)
-    refused(lambda: shard_optimizer(optimizer, model), ReplicationError)
-    refused(lambda: ddp_compile(nn.Linear(2, 2).double(), algorithm=DiLoCo(sync_every=2)), ReplicationError)
-    states = [make_model(other)[0].comm_algorithm.state_dict() for other in (BYTES, DiLoCo(sync_every=2, fragments=2))]
-    for state in states:
-        refused(lambda state=state: model.comm_algorithm.load_state_dict(state), ValueError)
-    fragments, hook, sharded, dtype, *others = said
+def test_errors() -> None:
     at = f"rank {dist.get_rank()}: "
-    assert fragments.startswith(
-        f"{at}DiLoCo(fragments=9) has more fragments than the model has parameters to reduce, 8"
-    )
-    assert hook.startswith(f"{at}the comm hook") and "cannot be used with the DiLoCo (every 2 steps" in hook
-    assert "cannot be used with the DiLoCo (every 2 steps" in sharded
+    of_eight = error_of(ReplicationError, lambda: make_model(DiLoCo(sync_every=9, fragments=9)))
+    assert of_eight.startswith(f"{at}DiLoCo(fragments=9) has more fragments than the model has parameters to reduce, 8")
+    model, optimizer = make_model(DiLoCo(sync_every=2))
+    for call in (lambda: model.register_comm_hook(None, allreduce_hook), lambda: shard_optimizer(optimizer, model)):
+        assert "cannot be used with the DiLoCo (every 2 steps" in error_of(ReplicationError, call)
+    double = nn.Linear(2, 2).double()
+    dtype = error_of(ReplicationError, lambda: ddp_compile(double, algorithm=DiLoCo(sync_every=2)))
     assert "takes gradients of float32, bfloat16, float16, and refuses" in dtype
-    assert all("the state of other parameters or fragments, of another wire_dtype" in each for each in others)
+    for other in (BYTES, DiLoCo(sync_every=2, fragments=2)):
+        state = make_model(other)[0].comm_algorithm.state_dict()
+        said = error_of(ValueError, lambda state=state: model.comm_algorithm.load_state_dict(state))
+        assert "the state of other parameters or fragments, of another wire_dtype" in said
     dist.barrier()  # a rank that leaves closes connections that the other one may still be making
 
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_an_optimizer_over_other_parameters_is_refused() -> None:
+def test_optimizer_of_other_parameters_is_refused() -> None:
     """Over a copy of the model, or without a part of it."""
     at = f"rank {dist.get_rank()}: 2 steps of the DiLoCo"
     for of, names in (

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.run
+from averages import batch, make_model, micro_steps_of, train_step
 from beside import flat_of, is_same_everywhere, of_all_ranks
 from halves import Built
 from in_ci import only
 from models import Mlp, loss_of
 from process_copies import run_in_copy
 from rank_pool import on_ranks
-from test_parameter_averages import batch, make_model, micro_steps_of, train_step
 
 from ddp_compile import ReductionError
 from ddp_compile.algorithms import CommAlgorithm, Traits
@@ -64,7 +64,7 @@ def backward(model: Any, step: int = 0) -> None:
 
 
 @torch.compiler.set_stance("force_eager")
-def test_it_is_called_once_when_all_optimizers_have_stepped(single_rank_group: None) -> None:
+def test_called_once_after_all_optimizers(single_rank_group: None) -> None:
     model = written()
     assert list(model.comm_algorithm.named) == [name for name, _ in model.named_parameters()]
     parts = (model.layers[:2], torch.optim.SGD), (model.layers[2:], torch.optim.Adam)
@@ -88,7 +88,7 @@ def test_it_is_called_once_when_all_optimizers_have_stepped(single_rank_group: N
 
 
 @torch.compiler.set_stance("force_eager")
-def test_a_skipped_step_is_told_before_anything_else_is_sent(single_rank_group: None) -> None:
+def test_skipped_step(single_rank_group: None) -> None:
     """By the next forward or a checkpoint; not before a step that may still come."""
     model = written()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,7 +118,7 @@ def test_a_skipped_step_is_told_before_anything_else_is_sent(single_rank_group: 
 
 
 @torch.compiler.set_stance("force_eager")
-def test_parameters_do_not_change_between_micro_batches(single_rank_group: None) -> None:
+def test_micro_batches_see_the_same_parameters(single_rank_group: None) -> None:
     """Also after a step that a scaler has skipped; and only the iterations that meet others are told."""
     model = written(period=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -141,7 +141,7 @@ def test_parameters_do_not_change_between_micro_batches(single_rank_group: None)
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_a_rank_that_skips_its_step_alone_meets_the_others() -> None:
+def test_rank_that_skips_alone() -> None:
     """It accumulates in `no_sync` next, and the other one waits in its step."""
     model, optimizer = make_model(SlowMomentum(interval=1))
     for step in range(4):
@@ -161,7 +161,7 @@ def test_a_rank_that_skips_its_step_alone_meets_the_others() -> None:
 @pytest.mark.parametrize("world_size", only([3], [1, 2, 3]))
 @on_ranks()
 @torch.compiler.set_stance("force_eager")
-def test_the_example_is_that_of_one_process_and_resumes(world_size: int) -> None:
+def test_example_matches_one_process(world_size: int) -> None:
     settings = SlowMomentum(interval=3, momentum=0.7)
     model, optimizer = make_model(settings)
     by_hand = Mlp(17, 4)
@@ -191,14 +191,14 @@ def test_the_example_is_that_of_one_process_and_resumes(world_size: int) -> None
     assert torch.equal(flat_of(again), flat_of(model))
 
 
-def test_the_example_is_short() -> None:
+def test_example_is_short() -> None:
     assert len(SCRIPT.read_text().splitlines()) < 60
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_script_trains() -> None:
+def test_script_trains() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = ["--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     done = run_in_copy(torch.distributed.run.main, command, environment=environment, timeout_s=100)

@@ -27,7 +27,7 @@ def asked() -> tuple[list[GroupStore], CountingStore]:
     return [store_of(counting, NUM_RANKS) for _ in range(NUM_RANKS)], counting
 
 
-def test_the_table_of_many_ranks_takes_questions_in_proportion_to_the_ranks(asked: Any) -> None:
+def test_table_of_many_ranks(asked: Any) -> None:
     stores, counting = asked
     ranks = [RankStatuses(store, rank, range(NUM_RANKS)) for rank, store in enumerate(stores)]
     for number in range(2):
@@ -45,7 +45,7 @@ def test_the_table_of_many_ranks_takes_questions_in_proportion_to_the_ranks(aske
         assert counting.num_asked < 60 * NUM_RANKS  # and not NUM_RANKS**2, a few times
 
 
-def test_fingerprints_of_many_ranks_that_differ_take_questions_in_proportion_to_the_ranks(asked: Any) -> None:
+def test_fingerprints_of_many_ranks(asked: Any) -> None:
     stores, counting = asked
     ranks = [points_of(store, rank, NUM_RANKS) for rank, store in enumerate(stores)]
     for rank, points in enumerate(ranks):
@@ -64,23 +64,21 @@ def gathering_of(store: Any, num_ranks: int, rank: int) -> Gathering:
     return Gathering(connection, "posts", [f"post/{other}" for other in range(num_ranks)])
 
 
-def all_there(num_ranks: int) -> Any:
-    return lambda found: len(found) == num_ranks
+def _both_are_there(found: dict[str, str]) -> bool:
+    return len(found) == 2
 
 
-def test_who_asks_after_a_summary_was_told_gets_a_new_one() -> None:
+def test_later_ticket_reads_again() -> None:
     shared = dist.HashStore()
     first, second = (gathering_of(shared, 2, rank) for rank in range(2))
-    told = [gathering.summary(0.0, all_there(2), lambda found: str(sorted(found))) for gathering in (first, second)]
+    told = [gathering.summary(0.0, _both_are_there, lambda found: str(sorted(found))) for gathering in (first, second)]
     assert told == ["['post/0', 'post/1']"] * 2
     store_of(shared).post("post/1", "anew")
-    assert second.summary(0.0, all_there(2), lambda found: found["post/1"]) == "anew"
+    assert second.summary(0.0, _both_are_there, lambda found: found["post/1"]) == "anew"
 
 
 @pytest.mark.parametrize(("num_ranks", "told"), [(64, "what it reads itself"), (65, None)])
-def test_a_rank_that_draws_the_first_ticket_and_goes_stops_nobody(
-    num_ranks: int, told: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_that_is_gone(num_ranks: int, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "ANSWER_LIMIT_S", 0.05)
     shared = dist.HashStore()
     store_of(shared).add("posts/tickets", 1)
@@ -88,12 +86,12 @@ def test_a_rank_that_draws_the_first_ticket_and_goes_stops_nobody(
     assert late.summary(0.0, bool, lambda found: "what it reads itself") == told
 
 
-def test_a_summary_that_is_too_long_is_cut_off() -> None:
+def test_summary_is_truncated() -> None:
     told = gathering_of(dist.HashStore(), 1, 0).summary(0.0, bool, lambda found: "x" * 10**6)
     assert told is not None and len(told) < 17_000 and told.endswith("x ...")
 
 
-def test_who_holds_the_store_stays_until_the_others_have_read() -> None:
+def test_owner_of_store_stays() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     owner, other = (RankStatuses(store_of(dist.PrefixStore("g", server)), rank, range(2)) for rank in range(2))
     other._store.ends_here = False
@@ -115,7 +113,7 @@ def test_who_holds_the_store_stays_until_the_others_have_read() -> None:
     assert read_at[0] - 0.3 < stayed_until < read_at[0] + 2.0
 
 
-def test_who_holds_the_store_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_of_store_does_not_stay_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_status, "WAIT_FOR_OTHERS_S", 0.1)
     monkeypatch.setattr(rank_status, "OWNER_STAYS_S", 0.4)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -126,5 +124,5 @@ def test_who_holds_the_store_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPa
     assert 0.5 <= time.monotonic() - started < 3
 
 
-def test_a_store_that_is_no_tcp_store_ends_with_nobody() -> None:
+def test_hash_store_ends_with_nobody() -> None:
     assert not store_of(dist.HashStore()).ends_here

@@ -158,7 +158,7 @@ def assert_same_bits(ours: Named, expected: Named) -> None:
 
 @pytest.mark.parametrize("world_size", only([3], [2, 3]))
 @on_ranks()
-def test_every_step_is_that_of_one_process(world_size: int) -> None:
+def test_steps_match_one_process(world_size: int) -> None:
     for way in WAYS:
         steps = train(way, TopK(RATIO), 4)[0]
         plans = [step.buckets for step in steps]
@@ -175,7 +175,7 @@ def differing(ours: Checkpoint, theirs: Checkpoint) -> list[str]:
 
 
 @on_ranks(2)
-def test_a_run_goes_on_from_its_state() -> None:
+def test_resumes_from_its_state() -> None:
     """Four steps without a break, with one, and with one after which the residuals are zero again."""
     way = WAYS[0]
     _, whole = train(way, TopK(RATIO), 4)
@@ -200,7 +200,7 @@ def test_all_values_are_an_all_reduce() -> None:
 
 
 @on_ranks(2)
-def test_an_overflow_is_seen_on_every_rank_and_not_kept() -> None:
+def test_overflow_is_seen_and_not_kept() -> None:
     model = ddp_compile(nn.Linear(8, 8, bias=False), algorithm=TopK(RATIO), split="none", backend="eager")
     finite = []
     for value in (float("inf") if torch.distributed.get_rank() else 1.0, 1.0):
@@ -211,12 +211,12 @@ def test_an_overflow_is_seen_on_every_rank_and_not_kept() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0, -0.1, 1.5, float("nan")])
-def test_a_ratio_that_is_no_part_is_refused(ratio: float) -> None:
+def test_ratio_out_of_range(ratio: float) -> None:
     with pytest.raises(ValueError, match=r"TopK\(ratio=.*more than 0 and at most 1"):
         TopK(ratio)
 
 
-def test_a_state_of_others_is_refused(single_rank_group: None) -> None:
+def test_state_of_others_is_refused(single_rank_group: None) -> None:
     algorithm = ddp_compile(nn.Linear(2, 3), algorithm=TopK(RATIO), backend="eager").comm_algorithm
     for state in ({}, {"residuals": [torch.zeros(1), torch.zeros(3)]}):
         with pytest.raises(ValueError, match=r"not a state of the top-k of 0\.1, or it belongs to other parameters"):
@@ -231,7 +231,7 @@ def test_it_is_short() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_script_trains_and_sends_less() -> None:
+def test_script_trains_and_sends_less() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = ["--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     done = run_in_copy(torch.distributed.run.main, command, environment=environment, timeout_s=100)

@@ -10,7 +10,6 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from differing_ranks import (
+    TIMEOUT_S,
     WIDTH,
     evaluate,
-    evaluate_with_gradients,
     forward_and_backward,
     make_model,
+    run_and_meet,
     some_rows,
     with_batch_norm,
 )
@@ -35,25 +35,7 @@ from ddp_compile import ddp_compile
 
 Scenario = Callable[[dist.ProcessGroup], None]
 
-TIMEOUT_S = 5.0  # a rank's other work must fit in, with other tests running
 NUM_POOLS = 4  #: that wait at the same time
-
-
-def run_and_meet(scenario: Scenario) -> str:
-    """What the scenario raised on this rank, in a group of short timeout; the ranks leave it together."""
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-    started = time.monotonic()
-    # What a rank does before it waits is rarely a matter of compiling, which would take more of the timeout.
-    stance = "default" if scenario in (compile_for_long, take_another_branch) else "force_eager"
-    try:
-        with torch.compiler.set_stance(stance):
-            scenario(group)
-        outcome = "nothing"
-    except Exception as error:
-        assert time.monotonic() - started < 30
-        outcome = f"{type(error).__name__}: {error}"
-    dist.barrier()
-    return outcome
 
 
 def evaluate_for_long(group: dist.ProcessGroup) -> None:
@@ -89,10 +71,6 @@ def model_with_buffers(group: dist.ProcessGroup) -> nn.Module:
 
 def forward_once_more_with_buffers(group: dist.ProcessGroup) -> None:
     after_one_iteration(model_with_buffers(group), lambda model: model(some_rows()))
-
-
-def evaluate_with_gradients_and_buffers(group: dist.ProcessGroup) -> None:
-    after_one_iteration(model_with_buffers(group), evaluate_with_gradients)
 
 
 def stop_early(group: dist.ProcessGroup) -> None:
@@ -174,7 +152,7 @@ def said_by_ranks(
     def run(scenario: Scenario) -> list[str]:
         pool = pools.get()
         try:
-            return pool.run(run_and_meet, scenario)
+            return pool.run(run_and_meet, scenario, scenario in (compile_for_long, take_another_branch))
         finally:
             pools.put(pool)
 
@@ -195,12 +173,6 @@ def said_by_ranks(
         (evaluate_for_long, "evaluation forward 1 has returned", "nothing"),
         (compile_for_long, "training forward 1, compiling 0/0", "BackendCompilerFailed"),
         (forward_once_more_with_buffers, "training forward 3, broadcast of buffers: failed", "ReductionError"),
-        pytest.param(
-            evaluate_with_gradients_and_buffers,
-            "training forward 2, broadcast of buffers: failed",
-            "ReductionError",
-            marks=pytest.mark.long,
-        ),
         (stop_early, "iteration 2 is over", "nothing"),
         (raise_in_forward, "training forward 2: raised KeyError: 'bad sample'", "KeyError"),
         pytest.param(raise_in_backward, "backward of iteration 2", "ValueError", marks=pytest.mark.long),
@@ -210,7 +182,7 @@ def said_by_ranks(
         (stop_measuring_on_rank_1, "in stop() of a measurement before iteration 2", "RanksDifferError"),
     ],
 )
-def test_a_rank_that_waits_in_vain_says_where_the_others_stand(
+def test_error_says_where_ranks_stand(
     scenario: Scenario,
     culprit_stood: str,
     culprit_raised: str,
@@ -225,7 +197,7 @@ def test_a_rank_that_waits_in_vain_says_where_the_others_stand(
         assert "bucket 0" in waiting and "layers.1.bias" in waiting
 
 
-def test_a_broadcast_of_buffers_that_fails_says_where_rank_0_stands(
+def test_failed_broadcast_of_buffers(
     said_by_ranks: dict[Scenario, Future[list[str]]],
 ) -> None:
     late, waiting = said_by_ranks[late_for_the_broadcast].result()

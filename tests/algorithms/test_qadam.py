@@ -1,4 +1,4 @@
-"""QAdam, each step compared with the same arithmetic in one process for all ranks."""
+"""QAdam: alone beside Adam, and each step of several ranks beside the same arithmetic in one process."""
 
 from __future__ import annotations
 
@@ -11,34 +11,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from averages import batch, error_of, micro_steps_of, train_step
 from beside import own_batch, seeded
+from compression import DECAYED, DECOUPLED, WARMUP_STEPS, SentBytes, byte_grad_of, make_qadam
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import on_ranks
-from test_gradient_compression import SentBytes, byte_grad_of, fit
-from test_parameter_averages import batch, micro_steps_of, train_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import RanksDifferError, ReplicationError, ddp_compile
 from ddp_compile.optim import QAdam
 
-WARMUP_STEPS = 3
 STEPS = 7
-DECAYED = {"betas": (0.9, 0.99), "weight_decay": 0.05}
-DECOUPLED = {"betas": (0.8, 0.95), "weight_decay": 0.1, "decoupled_weight_decay": True, "lr": 0.02}
-
-
-def groups_of(module: nn.Module) -> list[dict[str, Any]]:
-    named = dict(module.named_parameters())
-    weights = [p for name, p in named.items() if name.endswith("weight")]
-    return [{"params": weights, **DECAYED}, {"params": [p for p in named.values() if p.dim() == 1], **DECOUPLED}]
-
-
-def make(module: nn.Module, **settings: Any) -> tuple[Any, QAdam]:
-    optimizer = QAdam(groups_of(module), lr=0.01, warmup_steps=WARMUP_STEPS)
-    settings = {"bucket_cap_mb": 0.001, "backend": "eager", **settings}
-    return ddp_compile(module, algorithm=optimizer.algorithm(), **settings), optimizer
 
 
 class Before(NamedTuple):
@@ -131,11 +116,11 @@ def digest(ours: Before) -> str:
     ("world_size", "split"), only([(3, "backward")], itertools.product((1, 2, 3, 4), ("forward", "backward")))
 )
 @on_ranks()
-def test_every_step_is_that_of_the_reference(world_size: int, split: str) -> None:
+def test_steps_match_reference(world_size: int, split: str) -> None:
     torch.manual_seed(0)
     module = Mlp(17, 3)
     plain = copy.deepcopy(module)
-    model, optimizer = make(module, backend="aot_eager", split=split)
+    model, optimizer = make_qadam(module, backend="aot_eager", split=split)
     # Before it needs one: in warm-up there is one collective for a bucket.
     assert world_size == 1 or model.comm_algorithm.process_group is not dist.group.WORLD
     digests, sent_bytes = [], []
@@ -200,7 +185,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("set_to_none", only([True], [True, False]))
 @on_ranks(2)
-def test_parameters_may_be_unused(set_to_none: bool) -> None:
+def test_unused_parameters(set_to_none: bool) -> None:
     """Ranks take different branches, or in some steps the same one, and no rank the last one."""
     pairs = both(Branches, 4, find_unused_parameters=True)
     for step in range(8):
@@ -214,16 +199,6 @@ def test_parameters_may_be_unused(set_to_none: bool) -> None:
     assert len(adam.state) == 6
     assert torch.equal(model.layers[3].weight, reference.module.layers[3].weight)
     assert model.layers[3].weight not in optimizer.state
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@on_ranks(2)
-def test_the_loss_is_that_of_adam_with_an_all_reduce(seed: int) -> None:
-    """Without noise, gradients shrink to the end, and a variance frozen before that makes steps too small."""
-    ours = fit(lambda parameters: QAdam(parameters, lr=0.01, warmup_steps=60), seed, 300, noise=0.3)
-    adams = fit(lambda parameters: torch.optim.Adam(parameters, lr=0.01), seed, 300, noise=0.3)
-    assert ours < 1.05 * adams, (ours, adams)
 
 
 def reduced_twice(model: Any, optimizer: Any, x: Tensor) -> None:
@@ -273,7 +248,7 @@ WAYS = [reduced_twice, regularized, closure, scaled, scaled_and_clipped]
 
 
 @on_ranks(2)
-def test_gradients_keep_their_meaning_after_warm_up() -> None:
+def test_gradients_after_warm_up() -> None:
     worst = {}
     for way in WAYS:
         # A bucket of the regularized model is launched early, and again when the regularizer has come.
@@ -288,7 +263,7 @@ def test_gradients_keep_their_meaning_after_warm_up() -> None:
 
 
 @on_ranks(2)
-def test_inputs_may_be_uneven() -> None:
+def test_join() -> None:
     """Rank 1 has more batches; rank 0 then gives its momentum, and no gradient."""
     pairs = both(lambda: Mlp(17, 2), 2)
     for model, optimizer in pairs:
@@ -300,64 +275,124 @@ def test_inputs_may_be_uneven() -> None:
     assert dist.get_rank() == 0 or difference_of_momenta(pairs) < 0.05
 
 
-def message_of(kind: type[Exception], function: Callable[[], Any]) -> str:
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
+@on_ranks(2)
+def test_errors_of_parameters() -> None:
+    rank, first, second = dist.get_rank(), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def refusal(module: nn.Module, parameters: Any, kind: type[Exception] = ReplicationError, **settings: Any) -> str:
+        algorithm = QAdam(parameters, **settings).algorithm()
+        return error_of(kind, lambda: ddp_compile(module, algorithm=algorithm, backend="eager"))
+
+    more = f"rank {rank}: QAdam has parameters that the model does not reduce: "
+    both = [*first.parameters(), *second.parameters()]
+    third, fourth = "parameter 2 of group 0, of shape (3, 3)", "parameter 3 of group 0, of shape (3,)"
+    assert refusal(first, both).startswith(f"{more}{third}; {fourth}. ")
+    assert refusal(first, [*first.named_parameters(), ("other", second.weight)]).startswith(f"{more}other. ")
+    missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, but these of the model are not among"
+    assert refusal(first, [first.weight]).startswith(f"{missing} them: bias. ")
+    assert refusal(second, first.parameters()).startswith(f"{missing} them: weight, bias. Make one QAdam")
+    of_one_rank = refusal(second, second.parameters() if rank == 0 else [second.weight], RanksDifferError)
+    assert "to the parameters=none on rank 0 is" in of_one_rank and "bias" in of_one_rank
+    warm_ups = refusal(second, second.parameters(), RanksDifferError, warmup_steps=1 + rank)
+    assert "warmup_steps=1) on rank 0" in warm_ups and "warmup_steps=2) on rank 1" in warm_ups
+    model = ddp_compile(first, algorithm=QAdam(first.parameters()).algorithm(), backend="eager")
+    assert error_of(ReplicationError, lambda: model.set_comm_algorithm(QAdam(both).algorithm())).startswith(more)
 
 
 @on_ranks(2)
-def test_bad_input_is_refused_on_every_rank() -> None:
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    both = QAdam([*first.parameters(), *second.parameters()])
-    one = QAdam([first.weight])
-    named = QAdam([*first.named_parameters(), ("other", second.weight)])
-    frozen = nn.Linear(3, 3)
-    said = {
-        "optimizer has more": message_of(ReplicationError, lambda: ddp_compile(first, algorithm=both.algorithm())),
-        "with a name": message_of(ReplicationError, lambda: ddp_compile(first, algorithm=named.algorithm())),
-        "model has more": message_of(ReplicationError, lambda: ddp_compile(first, algorithm=one.algorithm())),
-    }
-    mine = QAdam(first.parameters(), warmup_steps=1)
-    ddp_compile(first, algorithm=mine.algorithm(), backend="eager")
-    said["two models"] = message_of(ReplicationError, lambda: ddp_compile(second, algorithm=mine.algorithm()))
-    said["set later"] = message_of(ReplicationError, lambda: first.set_comm_algorithm(both.algorithm()))  # type: ignore[operator]
-    differs = QAdam(second.parameters() if dist.get_rank() == 0 else [second.weight])
-    said["one rank"] = message_of(RanksDifferError, lambda: ddp_compile(second, algorithm=differs.algorithm()))
-    warmups = QAdam(second.parameters(), warmup_steps=1 + dist.get_rank())
-    said["warm-ups"] = message_of(RanksDifferError, lambda: ddp_compile(second, algorithm=warmups.algorithm()))
+def test_errors_of_steps() -> None:
+    rank, module = dist.get_rank(), nn.Linear(3, 3)
+    module.bias.requires_grad_(False)  # the optimizer may have frozen parameters
 
     def step(model: Any, optimizer: QAdam) -> None:
         optimizer.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
 
-    step(first, mine)
-    step(first, mine)  # after warm-up
-    first.unwrap()  # type: ignore[operator]
-    said["unwrapped"] = message_of(RuntimeError, lambda: step(first, mine))
-    frozen.bias.requires_grad_(False)
-    beside = QAdam(frozen.parameters())
-    ddp_compile(frozen, algorithm=beside.algorithm(), backend="eager")  # frozen parameters are no matter
-    again = QAdam(first.parameters(), warmup_steps=1)
-    model = ddp_compile(first, algorithm=again.algorithm(), backend="eager")
-    if dist.get_rank() == 1:
+    optimizer = QAdam(module.parameters(), warmup_steps=1)
+    model = ddp_compile(module, algorithm=optimizer.algorithm(), backend="eager")
+    step(model, optimizer)
+    step(model, optimizer)  # after warm-up
+    model.unwrap()
+    unwrapped = error_of(RuntimeError, lambda: step(module, optimizer))
+    assert unwrapped.startswith(f"rank {rank}: step 3 of QAdam(warmup_steps=1): none of 2 ranks exchanges the momentum")
+    again = QAdam(module.parameters(), warmup_steps=1)
+    model = ddp_compile(module, algorithm=again.algorithm(), backend="eager")
+    if rank == 1:
         for group in again.param_groups:  # as of another checkpoint
             group["num_steps"] = 1
-    said["another step"] = message_of(RanksDifferError, lambda: step(model, again))
-    rank = dist.get_rank()
-    more = f"rank {rank}: QAdam has parameters that the model does not reduce: "
-    assert said["optimizer has more"].startswith(
-        f"{more}parameter 2 of group 0, of shape (3, 3); parameter 3 of group 0, of shape (3,). "
-    )
-    assert said["with a name"].startswith(f"{more}other. ")
-    missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, but these of the model are not"
-    assert said["model has more"].startswith(f"{missing} among them: bias. ")
-    assert said["two models"].startswith(f"{missing} among them: weight, bias. Make one QAdam")
-    assert said["set later"].startswith(more)
-    assert "to the parameters=none on rank 0 is" in said["one rank"] and "bias" in said["one rank"]
-    assert "warmup_steps=1) on rank 0" in said["warm-ups"] and "warmup_steps=2) on rank 1" in said["warm-ups"]
-    assert said["unwrapped"].startswith(
-        f"rank {rank}: step 3 of QAdam(warmup_steps=1): none of 2 ranks exchanges the momentum"
-    )
-    assert "gradients, in warm-up" in said["another step"] and "momenta" in said["another step"]
+    another = error_of(RanksDifferError, lambda: step(model, again))
+    assert "gradients, in warm-up" in another and "momenta" in another
+
+
+# The optimizer alone, without other ranks.
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"warmup_steps": 0}, r"QAdam\(warmup_steps=0\): pass a number of steps from 1 on"),
+        ({"warmup_steps": 1.5}, r"QAdam\(warmup_steps=1\.5\)"),
+        ({"lr": -1.0}, r"QAdam\(lr=-1\.0\): pass 0 or more"),
+        ({"eps": -1.0}, r"QAdam\(eps=-1\.0\): pass 0 or more"),
+        ({"weight_decay": -1.0}, r"QAdam\(weight_decay=-1\.0\): pass 0 or more"),
+        ({"betas": (0.9, 1.0)}, r"QAdam\(betas=\(0\.9, 1\.0\)\)"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) -> None:
+    module = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=said):
+        QAdam(module.parameters(), **settings)
+    with pytest.raises(ValueError, match=said if "warmup_steps" not in settings else "all groups"):
+        QAdam([{"params": [module.weight], **settings}, {"params": [module.bias]}])
+
+
+def alone(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], num_steps: int) -> None:
+    """Steps without any other rank, some without a gradient for some parameter."""
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        for i, parameter in enumerate(parameters):
+            parameter.grad = None if (i == 1 and step % 2) else torch.randn(parameter.shape, dtype=parameter.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adam", [torch.optim.Adam, torch.optim.AdamW])
+def test_warm_up_is_adam(adam: type[torch.optim.Adam]) -> None:
+    dtypes = (torch.float32, torch.float32, torch.bfloat16)
+    ours, theirs = ([nn.Parameter(torch.ones(5, dtype=dtype)) for dtype in dtypes] for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1, "eps": 1e-6}
+    optimizer = QAdam(ours, **settings, warmup_steps=6, decoupled_weight_decay=adam is torch.optim.AdamW)
+    alone(optimizer, ours, 6)
+    alone(adam(theirs, **settings, foreach=True), theirs, 6)
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_zero_variance() -> None:
+    parameter, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = QAdam([parameter, late], lr=0.1, warmup_steps=2)
+    for gradient in ([1.0, 0.0, 0.0], [1.0, 0.0, 2.0], [1e-3, 1e-3, 1e-3]):
+        before = parameter.detach().clone()
+        parameter.grad = torch.tensor(gradient)
+        optimizer.step()
+    assert (parameter.detach() != before).tolist() == [True, False, True]
+    late.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"step 4 of QAdam\(warmup_steps=2\).*parameter 1 of group 0, of shape"):
+        optimizer.step()
+    assert optimizer.num_steps == 3
+    with pytest.raises(ValueError, match="after 3 steps: warm-up ended with step 2"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_groups_and_states() -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = QAdam(parameters[:1], warmup_steps=3)
+    alone(optimizer, parameters[:1], 1)
+    optimizer.add_param_group({"params": parameters[1:], "betas": (0.5, 0.6)})
+    assert [group["num_steps"] for group in optimizer.param_groups] == [1, 1]
+    copied = copy.deepcopy(optimizer)
+    assert copied.num_steps == 1 and copied.param_groups[1]["betas"] == (0.5, 0.6)
+    with pytest.raises(ValueError, match="group 0 has no num_steps, warmup_steps"):
+        optimizer.load_state_dict(torch.optim.Adam(parameters).state_dict())
+    parameters[0].grad = torch.eye(3)[0].to_sparse()
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0, of shape.* has a sparse gradient"):
+        optimizer.step()

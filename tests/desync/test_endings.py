@@ -20,12 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from averages import batch
 from beside import flat_of
 from ends_in_backward import train_until_it_raises
 from models import Mlp, loss_of
 from process_copies import context_of_copies, run_in_copy
 from rank_pool import RankPool, on_ranks
-from test_parameter_averages import batch
 from torch.optim import Optimizer
 
 from ddp_compile import ddp_compile, shard_optimizer
@@ -97,7 +97,7 @@ def finish_first_and_collect(rank: int, path: str, is_sharded: bool) -> None:
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ring", "sharded"])
-def test_a_model_that_is_let_go_lets_others_finish(is_sharded: bool, tmp_path: Path) -> None:
+def test_freed_model_lets_others_finish(is_sharded: bool, tmp_path: Path) -> None:
     with ThreadPoolExecutor() as threads:
         runs = [
             threads.submit(run_in_copy, finish_first_and_collect, rank, str(tmp_path), is_sharded) for rank in range(2)
@@ -108,8 +108,8 @@ def test_a_model_that_is_let_go_lets_others_finish(is_sharded: bool, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_rank_that_is_done_lets_its_neighbor_finish(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; sys.path[:] = eval(sys.argv[1]); import test_ranks_that_end"]
+def test_finished_rank_lets_neighbor_finish(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; sys.path[:] = eval(sys.argv[1]); import test_endings"]
     command[-1] += " as t; t.finish_first(int(sys.argv[2]), sys.argv[3])"
     scripts = [
         subprocess.Popen([*command, repr(sys.path), str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
@@ -121,7 +121,7 @@ def test_a_rank_that_is_done_lets_its_neighbor_finish(tmp_path: Path) -> None:
 
 
 @on_ranks(2, timeout_s=10.0)
-def test_ctrl_c_while_parameters_are_waited_for_leaves_them_readable() -> None:
+def test_ctrl_c_while_parameters_are_awaited() -> None:
     """Rank 0 is interrupted while it waits for parameters that rank 1 steps late."""
     torch.manual_seed(0)
     model = ddp_compile(Mlp(17, 2), backend="eager")
@@ -158,7 +158,7 @@ class Message:
             raise RuntimeError("waited for twice")
 
 
-def test_a_message_is_waited_for_once_however_many_threads_do() -> None:
+def test_message_is_waited_for_once() -> None:
     messages = [Message() for _ in range(5)]
     transfer = Transfer(messages)  # type: ignore[arg-type]
     seen: list[bool] = []
@@ -176,7 +176,7 @@ def test_a_message_is_waited_for_once_however_many_threads_do() -> None:
     assert seen == [True] * 3 and transfer.is_done
 
 
-def test_a_rank_that_is_gone_holds_up_no_message_to_others() -> None:
+def test_lost_rank_holds_up_no_message() -> None:
     class Failed(Message):
         def wait(self) -> None:
             super().wait()
@@ -205,7 +205,7 @@ def in_group_with_tcp_store() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_agreement_points_leave_one_counter_behind() -> None:
+def test_agreement_points_leave_one_counter() -> None:
     in_group_with_tcp_store()
     model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager")
     for _ in range(20):
@@ -214,7 +214,7 @@ def test_agreement_points_leave_one_counter_behind() -> None:
     dist.barrier()
     counters = monitor._store._store._underlying_non_prefix_store.list_keys()
     dist.barrier()
-    iteration_number, counters = monitor._points.iteration_number, [key for key in counters if "/agreement/" in key]
+    iteration_number, counters = monitor.iteration_number, [key for key in counters if "/agreement/" in key]
     assert iteration_number == 21
     assert len(counters) == 1
 
@@ -229,13 +229,30 @@ def rank_0_exits() -> None:
     loss_of(model(torch.randn(4, 8))).backward()
 
 
-def test_a_store_that_went_with_rank_0_is_said_to_be_gone(ranks: Callable[[int], RankPool]) -> None:
+def test_store_is_gone_with_rank_0(ranks: Callable[[int], RankPool]) -> None:
     started = time.monotonic()
     exited, waiting = ranks(2).run_expecting_failures(rank_0_exits)
     assert exited.kind == "EOFError"
     assert waiting.kind == "ReductionError"
     assert "bucket 0" in waiting.message and "the store that they post to is gone" in waiting.message
     assert time.monotonic() - started < 30
+
+
+@torch.compiler.set_stance("force_eager")
+def rank_1_exits_in_join() -> None:
+    model = ddp_compile(Mlp(width=8, num_layers=2), backend="eager")
+    with model.join():
+        for step in range(2):
+            if (dist.get_rank(), step) == (1, 1):
+                os._exit(0)
+            loss_of(model(torch.randn(4, 8))).backward()
+
+
+def test_rank_that_exits_in_join(ranks: Callable[[int], RankPool]) -> None:
+    waiting, _ = ranks(2).run_expecting_failures(rank_1_exits_in_join)
+    assert waiting.kind == "ReductionError"
+    assert "message between the ranks of a Join failed" in waiting.message
+    assert "Where each rank was when it last posted" in waiting.message
 
 
 def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -271,7 +288,7 @@ def in_a_process_of_python(port: int) -> str:
     ],
     ids=["torch's, forkserver", "torch's, spawn", "Python's", "interpreter"],
 )
-def test_what_ends_a_process_in_its_backward_is_told_to_the_others(start: Callable[[int], str]) -> None:
+def test_uncaught_error_is_posted(start: Callable[[int], str]) -> None:
     timeout = timedelta(seconds=15)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     assert "a hook refused the gradient" in start(store.port)
@@ -280,7 +297,7 @@ def test_what_ends_a_process_in_its_backward_is_told_to_the_others(start: Callab
 
 
 @pytest.mark.long
-def test_a_process_whose_store_froze_ends_with_its_own_exit_code() -> None:
+def test_frozen_store_leaves_exit_code() -> None:
     ended = run_script("frozen_store.py")
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.startswith("no answer within")

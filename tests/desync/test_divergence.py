@@ -1,9 +1,7 @@
-"""Ranks that differ get an error that names rank and difference, or exact means; docs/divergence.md lists them."""
+"""Ranks that differ get an error that names rank and difference. `tests/fuzz` goes through the kinds of differences."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import difference_to_mean, pair, train_beside
+from beside import pair, train_beside
 from differing_ranks import (
     WIDTH,
-    evaluate,
-    evaluate_with_gradients,
-    forward_and_backward,
     make_model,
     some_rows,
     with_batch_norm,
 )
-from in_ci import only
 from models import largest, loss_of
 from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
@@ -42,14 +36,6 @@ def leave_a_backward_out(is_culprit: bool) -> None:
             loss.backward()
 
 
-def forward_once_more(is_culprit: bool) -> None:
-    model = make_model()
-    for step in range(4):
-        if is_culprit and step == 1:
-            model(some_rows())
-        forward_and_backward(model)
-
-
 def call_backward_twice(is_culprit: bool) -> None:
     model = make_model()
     for step in range(5):
@@ -65,17 +51,13 @@ WITHOUT_BACKWARD = "training forwards without a backward"
 @pytest.mark.parametrize(
     ("scenario", "difference", "iteration_number", "world_size"),
     [
-        (leave_a_backward_out, f"{WITHOUT_BACKWARD}: 0 on rank 0, 1 on rank 1.", 2, 2),
         (leave_a_backward_out, f"{WITHOUT_BACKWARD}: 1 on rank 1, 0 on ranks 0, 2.", 2, 3),
-        (forward_once_more, f"{WITHOUT_BACKWARD}: 0 on rank 0, 1 on rank 1.", 2, 2),
         (call_backward_twice, "backwards without a forward before them: 0 on rank 0, 1 on rank 1.", 4, 2),
     ],
 )
 @on_ranks()
 @torch.compiler.set_stance("force_eager")
-def test_every_rank_raises_at_the_next_agreement_point(
-    scenario: Callable[[bool], None], difference: str, iteration_number: int, world_size: int
-) -> None:
+def test_out_of_step(scenario: Callable[[bool], None], difference: str, iteration_number: int, world_size: int) -> None:
     with pytest.raises(RanksDifferError) as raised:
         scenario(dist.get_rank() == 1)
     message = str(raised.value)
@@ -86,7 +68,7 @@ def test_every_rank_raises_at_the_next_agreement_point(
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_no_rank_goes_on_after_the_error() -> None:
+def test_no_rank_goes_on_after_error() -> None:
     with pytest.raises(RuntimeError, match="out of step"):
         model = make_model()
         loss_of(model(some_rows())).backward()
@@ -135,9 +117,7 @@ OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. iteration {
         (4, {"find_unused_parameters": True}, OUT_OF_STEP.format(5, 9)),
     ],
 )
-def test_backwards_of_two_models_in_another_order(
-    first: int, settings: dict[str, Any], said: str, ranks: Ranks
-) -> None:
+def test_backwards_in_another_order(first: int, settings: dict[str, Any], said: str, ranks: Ranks) -> None:
     for rank, (*gradients, error) in enumerate(ranks(2).run(two_models_in_another_order, first, settings)):
         assert gradients[:first] == [1.0] * first
         assert str(error).startswith(f"rank {rank}: {said}")
@@ -152,7 +132,7 @@ class WithBuffer(nn.Linear):
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_forwards_of_two_models_with_buffers_in_another_order() -> None:
+def test_buffers_in_another_order() -> None:
     models = [ddp_compile(WithBuffer(), backend="eager") for _ in range(2)]
 
     def train(in_other_order: bool) -> None:
@@ -181,14 +161,14 @@ def finalize_in_another_order() -> str:
     return "nothing"
 
 
-def test_another_models_bucket_plan_is_refused_by_name(ranks: Ranks) -> None:
+def test_plan_of_another_model(ranks: Ranks) -> None:
     _, said = ranks(2).run_expecting_failures(finalize_in_another_order, timeout_s=2.0)
     assert said.startswith("rank 1: the bucket plan that rank 0 has sent is not that of model 2 (Linear): it has Gr")
 
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_forwards_of_two_models_may_come_in_another_order() -> None:
+def test_forwards_in_another_order() -> None:
     """In the second step too, after models that run eagerly have packed their buckets again."""
     models = [ddp_compile(module, backend="eager") for module in (nn.Linear(4, 4), nn.Linear(3, 4))]
     inputs = [torch.ones(1, 4) + dist.get_rank(), torch.ones(1, 3) + dist.get_rank()]
@@ -203,7 +183,7 @@ def test_forwards_of_two_models_may_come_in_another_order() -> None:
 
 
 @on_ranks(2)
-def test_saved_plans_that_differ_are_refused_on_every_rank_and_equal_ones_used() -> None:
+def test_saved_plans_that_differ() -> None:
     with tempfile.TemporaryDirectory() as folder:
         gradients = [
             GradientSpec(i, name, numel, "float32", "cpu") for i, name, numel in ((0, "weight", 16), (1, "bias", 4))
@@ -219,7 +199,7 @@ def test_saved_plans_that_differ_are_refused_on_every_rank_and_equal_ones_used()
 
 
 @on_ranks(2)
-def test_algorithms_with_process_groups_of_their_own_are_compared_by_themselves() -> None:
+def test_algorithms_with_own_groups() -> None:
     models = [
         ddp_compile(nn.Linear(4, 4), backend="eager", algorithm=algorithm)
         for algorithm in (GradientAllReduce(), ByteGrad(), GradientAllReduce())
@@ -275,7 +255,7 @@ def differ_in_a_subgroup() -> list[str]:
     return said
 
 
-def test_ranks_of_a_subgroup_are_named_by_their_global_ranks(ranks: Ranks) -> None:
+def test_subgroup_is_named_by_global_ranks(ranks: Ranks) -> None:
     for rank, said in enumerate(ranks(3).run(differ_in_a_subgroup)[1:], start=1):
         assert all(error.startswith(f"rank {rank}: ") for error in said)
         model, hook, later_hook, forward, infinite = said
@@ -286,46 +266,8 @@ def test_ranks_of_a_subgroup_are_named_by_their_global_ranks(ranks: Ranks) -> No
         assert "before they were reduced, on rank 2 in bucket 0" in infinite
 
 
-# Ranks that differ but average correctly
-
-
-def forward_in_no_sync(model: nn.Module) -> None:
-    with getattr(model, "no_sync", contextlib.nullcontext)():  # which the plain copy has not
-        model(some_rows())
-
-
-def two_forwards_for_one_backward(model: nn.Module) -> Tensor:
-    return loss_of(model(some_rows())) + loss_of(model(some_rows()))
-
-
-def recompile(model: nn.Module) -> Tensor:
-    """With dynamic=False every number of rows has its own graph."""
-    num_rows = int(torch.randint(5, 500, ()))
-    return loss_of(model(torch.randn(num_rows, WIDTH)))
-
-
-@pytest.mark.parametrize(
-    "only_rank_1",
-    only(
-        [evaluate, forward_in_no_sync, two_forwards_for_one_backward, recompile],
-        [evaluate, evaluate_with_gradients, forward_in_no_sync, two_forwards_for_one_backward, recompile],
-    ),
-)
 @on_ranks(2)
-def test_what_one_rank_may_do_alone(only_rank_1: Callable[[nn.Module], Tensor | None], each_split: str) -> None:
-    model = make_model(dynamic=False, backend="aot_eager")
-    for iteration_number in range(5):
-        model.zero_grad()
-        plain = copy.deepcopy(model)
-        for each in (plain, model):
-            torch.manual_seed(10 * iteration_number + dist.get_rank())
-            loss = only_rank_1(each) if dist.get_rank() == 1 else None
-            (loss_of(each(some_rows())) if loss is None else loss).backward()
-        assert difference_to_mean(model, plain) < 1e-6
-
-
-@on_ranks(2)
-def test_one_rank_in_evaluation_mode_is_averaged_as_by_ddp() -> None:
+def test_one_rank_in_evaluation_mode() -> None:
     """Rank 1 fine-tunes with fixed statistics every other step."""
 
     def step_of(model: nn.Module, x: Tensor, step: int) -> None:
@@ -337,7 +279,7 @@ def test_one_rank_in_evaluation_mode_is_averaged_as_by_ddp() -> None:
 
 
 @on_ranks(2)
-def test_parameters_that_one_rank_shares_are_refused_on_every_rank() -> None:
+def test_parameters_that_one_rank_shares() -> None:
     with pytest.raises(RanksDifferError) as raised:
         head = nn.Linear(WIDTH, WIDTH)
         kept = ddp_compile(nn.Sequential(head), backend="eager")

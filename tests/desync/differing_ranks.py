@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from ddp_compile import ddp_compile
 
 WIDTH = 8
+TIMEOUT_S = 5.0  # a rank's other work must fit in, with other tests running
 
 
 def make_model(group: dist.ProcessGroup | None = None, **settings: Any) -> nn.Module:
@@ -31,12 +35,6 @@ def evaluate(model: nn.Module) -> None:
     model.train()
 
 
-def evaluate_with_gradients(model: nn.Module) -> None:
-    model.eval()
-    model(some_rows())
-    model.train()
-
-
 def with_batch_norm() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -44,3 +42,19 @@ def with_batch_norm() -> nn.Module:
 
 def forward_and_backward(model: nn.Module) -> None:
     loss_of(model(some_rows())).backward()
+
+
+def run_and_meet(scenario: Callable[[dist.ProcessGroup], None], compiles: bool = False) -> str:
+    """What the scenario raised on this rank, in a group of short timeout; the ranks leave it together."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    started = time.monotonic()
+    try:
+        # What a rank does before it waits is rarely a matter of compiling, which would take more of the timeout.
+        with torch.compiler.set_stance("default" if compiles else "force_eager"):
+            scenario(group)
+        outcome = "nothing"
+    except Exception as error:
+        assert time.monotonic() - started < 30
+        outcome = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return outcome

@@ -39,24 +39,21 @@ def fingerprint(number: int = 4, latest: tuple[str, ...] = (), **changes: Any) -
     return Fingerprint(number=number, models={"model 1 (Linear)": done}, order=order, latest=latest)
 
 
-@pytest.mark.parametrize(("ranks", "text"), [([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([1, 3, 4], "1, 3-4"), ([], "")])
-def test_ranks_are_named_in_runs(ranks: list[int], text: str) -> None:
-    assert format_ranks(ranks) == text
-
-
-def test_the_fewest_ranks_are_named_first() -> None:
+def test_ranks_in_words() -> None:
+    for ranks, text in (([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([1, 3, 4], "1, 3-4"), ([], "")):
+        assert format_ranks(ranks) == text
     assert name_values(dict(enumerate([0, 0, 1, 0]))) == "1 on rank 2, 0 on ranks 0-1, 3"
     assert name_values({3: "a", 5: "b"}) == "a on rank 3, b on rank 5"
 
 
-def test_fingerprints_that_are_equal_have_no_difference_and_one_digest() -> None:
+def test_digests() -> None:
     assert describe_differences({0: fingerprint(), 1: fingerprint()}) is None
     assert fingerprint().digest == fingerprint().digest
     different = [fingerprint(), fingerprint(number=5), fingerprint(algorithm="h"), fingerprint(latest=("b",))]
     assert len({each.digest for each in different}) == 4
 
 
-def test_every_difference_is_named_with_a_way_out() -> None:
+def test_differences_in_words() -> None:
     said = [fingerprint(), fingerprint(algorithm="h", forwards_left_out=2), fingerprint()]
     text = describe_differences(dict(enumerate(said)))
     assert text is not None
@@ -66,12 +63,12 @@ def test_every_difference_is_named_with_a_way_out() -> None:
     assert "Pass the same algorithm" in text and "model.no_sync()" in text and "the same number of times" not in text
 
 
-def test_fingerprints_travel_as_json() -> None:
+def test_fingerprint_json() -> None:
     sent = fingerprint(backwards_repeated=3, latest=("a", "b"))
     assert Fingerprint.from_json(sent.to_json()) == sent
 
 
-def test_the_first_iteration_that_was_another_models_is_named() -> None:
+def test_first_message_of_another_model() -> None:
     a, b, buffers = "the gradients of a", "the gradients of b", "the buffers of b"
     text = describe_differences({0: fingerprint(latest=(a, buffers, b)), 1: fingerprint(latest=(b, buffers, a))})
     assert text is not None
@@ -80,11 +77,11 @@ def test_the_first_iteration_that_was_another_models_is_named() -> None:
     assert "a process group of its own" in text
 
 
-def test_agreement_points_come_early_and_then_every_128_iterations() -> None:
+def test_agreement_points() -> None:
     assert [n for n in range(1, 500) if is_agreement_point(n)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
 
 
-def test_the_table_has_a_line_for_each_place() -> None:
+def test_table_of_ranks() -> None:
     waiting = "waiting for bucket 0 of iteration 2: failed"
     statuses = [
         RankStatus(waiting, 7.0, True),
@@ -116,7 +113,7 @@ class Forward:
         return self.forwards.num_left_out
 
 
-def test_a_forward_is_left_out_when_a_later_one_has_its_backward() -> None:
+def test_forward_left_out() -> None:
     forwards = ForwardsLeftOut()
     assert [Forward(forwards).backward() for _ in range(3)] == [0, 0, 0]
     Forward(forwards)
@@ -124,7 +121,7 @@ def test_a_forward_is_left_out_when_a_later_one_has_its_backward() -> None:
     assert [Forward(forwards).backward(output=1) for _ in range(2)] == [1, 1]
 
 
-def test_backwards_may_come_in_another_order_than_forwards() -> None:
+def test_backwards_in_another_order() -> None:
     forwards = ForwardsLeftOut()
     first, second, third = Forward(forwards), Forward(forwards), Forward(forwards)
     assert first.backward() == 0
@@ -133,21 +130,17 @@ def test_backwards_may_come_in_another_order_than_forwards() -> None:
     assert second.backward() == 0
 
 
-def test_several_forwards_of_one_backward_are_not_left_out() -> None:
+def test_several_forwards_of_one_backward() -> None:
     forwards = ForwardsLeftOut()
     for _ in range(2):
         first, second = Forward(forwards), Forward(forwards)
         (first.outputs[0] + second.outputs[1]).sum().backward()
         assert forwards.num_left_out == 0
-
-
-def test_a_forward_beside_the_iteration_is_left_out_though_it_came_last() -> None:
-    forwards = ForwardsLeftOut()
-    first, _ = Forward(forwards), Forward(forwards)
+    first, _ = Forward(forwards), Forward(forwards)  # one beside the iteration, though it came last
     assert [first.backward(), Forward(forwards).backward()] == [0, 1]
 
 
-def test_a_backward_that_raises_further_down_has_reached_its_forward() -> None:
+def test_backward_that_raises_reaches_its_forward() -> None:
     def refuse(_gradient: torch.Tensor) -> None:
         raise ValueError("user error")
 
@@ -162,14 +155,10 @@ def test_a_backward_that_raises_further_down_has_reached_its_forward() -> None:
     assert Forward(forwards).backward() == 0  # the step done over
 
 
-def test_a_forward_without_a_graph_is_not_counted() -> None:
+def test_watched_forward_keeps_no_graph_alive() -> None:
     forwards = ForwardsLeftOut()
-    forwards.watch([torch.ones(2)])
+    forwards.watch([torch.ones(2)])  # which has none, and does not count
     assert Forward(forwards).backward() == 0
-
-
-def test_a_forward_that_is_watched_keeps_no_graph_alive() -> None:
-    forwards = ForwardsLeftOut()
     x = torch.ones(2, requires_grad=True)
     saved = x * 1
     kept = weakref.ref(saved)
@@ -196,15 +185,7 @@ def compare_all(ranks: list[AgreementPoints]) -> list[Exception | None]:
     return on_threads([functools.partial(compare, points) for points in ranks])
 
 
-def test_ranks_that_do_the_same_agree() -> None:
-    ranks = two_ranks()
-    for _ in range(5):
-        for points in ranks:
-            run_iteration(points)
-        assert compare_all(ranks) == [None, None]
-
-
-def test_a_difference_between_agreement_points_is_found_at_the_next() -> None:
+def test_difference_is_found_at_the_next_point() -> None:
     ranks = two_ranks()
     for number in range(1, 5):
         run_iteration(ranks[0])
@@ -228,7 +209,7 @@ def two_models_on_each_rank() -> list[tuple[AgreementPoints, AgreementPoints]]:
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 8, 9, 31])
-def test_models_in_another_order_are_found_at_the_next_agreement_point(at: int) -> None:
+def test_models_in_another_order(at: int) -> None:
     """Of which there is one in the same iteration of the process group on every rank."""
     ranks = two_models_on_each_rank()
     for number in range(1, 65):
@@ -244,7 +225,7 @@ def test_models_in_another_order_are_found_at_the_next_agreement_point(at: int) 
         assert f"iteration {at} of the process group paired different messages: the gradients of model" in str(error)
 
 
-def test_models_that_send_over_groups_of_their_own_have_no_order() -> None:
+def test_models_with_own_groups() -> None:
     ranks = two_models_on_each_rank()
     for number in range(1, 9):
         for second in range(2):
@@ -255,7 +236,7 @@ def test_models_that_send_over_groups_of_their_own_have_no_order() -> None:
             assert compare_all([models[model] for models in ranks]) == [None, None], number
 
 
-def test_a_model_that_rests_is_compared_at_the_next_agreement_point_of_another_one() -> None:
+def test_model_that_rests() -> None:
     ranks = two_models_on_each_rank()
     for number in range(1, 9):
         for rank, models in enumerate(ranks):
@@ -265,19 +246,19 @@ def test_a_model_that_rests_is_compared_at_the_next_agreement_point_of_another_o
     assert "backwards without a forward before them of model 2 (b): 0 on rank 0, 1 on rank 1" in str(errors[0])
 
 
-def test_buffers_of_another_model_are_found_at_the_next_agreement_point() -> None:
+def test_buffers_of_another_model() -> None:
     ranks = two_models_on_each_rank()
     for number in range(1, 5):
         for rank, models in enumerate(ranks):
             for model in reversed(models) if rank == 1 and number == 3 else models:
-                model.buffers_are_broadcast()
+                model.sends_buffers()
             run_iteration(models[0])
         errors = compare_all([models[0] for models in ranks])
         assert all(errors) == (number == 4)
     assert "the buffers of model 1 (a) on rank 0, the buffers of model 2 (b) on rank 1" in str(errors[0])
 
 
-def test_the_order_of_a_long_training_takes_little_memory() -> None:
+def test_order_takes_little_memory() -> None:
     order = ModelOrder(store_of(dist.HashStore()))
     models = [order.add(name) for name in "ab"]
     done = next(iter(fingerprint().models.values()))
@@ -286,7 +267,7 @@ def test_the_order_of_a_long_training_takes_little_memory() -> None:
     assert len(order.fingerprint().latest) == 2 * ITERATIONS_BETWEEN_AGREEMENTS
 
 
-def test_a_backward_that_sends_nothing_is_no_iteration() -> None:
+def test_backward_that_sends_nothing() -> None:
     ranks = two_ranks()
     run_iteration(ranks[0])
     ranks[1].begins_after_forward = False
@@ -296,7 +277,7 @@ def test_a_backward_that_sends_nothing_is_no_iteration() -> None:
     assert [points.iteration_number for points in ranks] == [2, 2]
 
 
-def test_a_rank_that_says_nothing_stops_nobody(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_silent_rank_stops_nobody(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(agreement_points, "ANSWER_LIMIT_S", 0.05)
     points, _ = two_ranks()
     for _ in range(10):
@@ -328,7 +309,7 @@ class StoppedStore:
         return 0
 
 
-def test_a_store_that_does_not_answer_is_asked_once() -> None:
+def test_stopped_store_is_asked_once() -> None:
     stopped = StoppedStore()
     store = store_of(stopped)
     try:
@@ -354,7 +335,7 @@ class BrokenStore:
         raise RuntimeError("Broken pipe\nframe #0: c10::Error")
 
 
-def test_a_store_that_is_gone_is_told_of_and_not_raised() -> None:
+def test_broken_store() -> None:
     store = store_of(BrokenStore())
     statuses = RankStatuses(store, 0, range(2))
     statuses.note("iteration", 3, " is over")
@@ -362,14 +343,14 @@ def test_a_store_that_is_gone_is_told_of_and_not_raised() -> None:
     assert "is gone (Broken pipe)" in statuses.report()
 
 
-def test_a_group_without_a_store_is_no_error() -> None:
+def test_group_without_store() -> None:
     store = store_of(None)
     with pytest.raises(StoreLostError, match="the process group has none"):
         store.add("key", 1)
     assert "is gone (the process group has none)" in RankStatuses(store, 0, range(2)).report()
 
 
-def test_the_ranks_of_a_subgroup_are_named_by_their_global_ranks() -> None:
+def test_subgroup_is_named_by_global_ranks() -> None:
     store = dist.HashStore()
     first, second = (RankStatuses(store_of(store), rank, (1, 2)) for rank in (1, 2))
     for statuses in (first, second):
@@ -405,7 +386,7 @@ class CountingStore(BrokenStore):
         self.clock.now += 0.02
 
 
-def test_posts_are_paid_from_a_small_share_of_the_time(clock: SimpleNamespace) -> None:
+def test_posts_take_little_time(clock: SimpleNamespace) -> None:
     store = CountingStore(clock)
     statuses = RankStatuses(store_of(store), 0, range(2))
     for number in range(100_000):
@@ -415,7 +396,7 @@ def test_posts_are_paid_from_a_small_share_of_the_time(clock: SimpleNamespace) -
     assert 0.0009 * clock.now < in_posts_s < 0.001 * clock.now + 4 * 0.02
 
 
-def test_where_a_rank_waits_for_all_is_posted_whatever_posts_have_cost(clock: SimpleNamespace) -> None:
+def test_waiting_for_all_is_always_posted(clock: SimpleNamespace) -> None:
     store = CountingStore(clock)
     statuses = RankStatuses(store_of(store), 0, range(2))
     for number in range(100):
@@ -427,7 +408,7 @@ def test_where_a_rank_waits_for_all_is_posted_whatever_posts_have_cost(clock: Si
     assert store.posts[-1].endswith("in measure() before iteration 100")
 
 
-def test_where_others_stand_is_read_from_the_store() -> None:
+def test_report_reads_the_store() -> None:
     shared = dist.HashStore()
     mine, theirs = RankStatuses(store_of(shared), 0, range(2)), RankStatuses(store_of(shared), 1, range(2))
     theirs.note("training forward", 7)

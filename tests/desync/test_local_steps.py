@@ -46,7 +46,7 @@ def swap_weights_for_an_evaluation(parameter: Parameter) -> None:
         (swap_weights_for_an_evaluation, 0),
     ],
 )
-def test_a_step_changes_the_parameter_and_drops_its_gradient(between: Callable[[Parameter], None], found: int) -> None:
+def test_steps_found(between: Callable[[Parameter], None], found: int) -> None:
     parameter = Parameter(torch.ones(3))
     steps = LocalSteps([parameter])
     for _ in range(2):

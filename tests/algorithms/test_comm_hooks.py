@@ -150,7 +150,7 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize(("world_size", "ours", "theirs", "settings", "tolerance"), only(CASES_IN_CI, CASES), ids=str)
 @on_ranks()
-def test_gradients_are_those_of_ddp_with_the_same_hook(
+def test_gradients_match_ddp_with_the_hook(
     world_size: int, ours: str, theirs: str, settings: dict[str, bool], tolerance: float
 ) -> None:
     models = two_models(**settings)
@@ -178,7 +178,7 @@ def in_two_steps(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Te
 
 
 @on_ranks(2)
-def test_collectives_of_callbacks_meet_no_others() -> None:
+def test_collectives_of_callbacks() -> None:
     """Neither the next bucket's nor, after the last bucket, those that find unused parameters."""
     models = two_models(find_unused_parameters=True)
     models[0].register_comm_hook(None, in_two_steps)
@@ -186,7 +186,7 @@ def test_collectives_of_callbacks_meet_no_others() -> None:
 
 
 @on_ranks(2)
-def test_a_hook_can_be_registered_between_steps() -> None:
+def test_hook_registered_between_steps() -> None:
     models = two_models()
     assert train(models, num_steps=2) == 0.0
     padded = models[0].bucket_plan.num_bytes
@@ -205,7 +205,7 @@ def test_a_hook_can_be_registered_between_steps() -> None:
     "hook", [default_hooks.allreduce_hook, comm_hooks.allreduce_hook, comm_hooks.bf16_compress_hook]
 )
 @on_ranks(2)
-def test_a_hook_gets_sparse_gradients_as_they_are(hook: Hook) -> None:
+def test_sparse_gradients(hook: Hook) -> None:
     models = pair(lambda: nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 6)))
     for each, its in zip(models, (hook, default_hooks.allreduce_hook), strict=True):
         each.register_comm_hook(None, its)
@@ -219,7 +219,7 @@ def test_a_hook_gets_sparse_gradients_as_they_are(hook: Hook) -> None:
 
 
 @on_ranks(2)
-def test_a_hook_of_torchs_that_gloo_cannot_run_is_named() -> None:
+def test_hook_that_fails_is_named() -> None:
     models = pair(lambda: nn.Linear(16, 16))
     for each in models:
         each.register_comm_hook(None, quantization_hooks.quantization_perchannel_hook)
@@ -253,7 +253,7 @@ def train_with_hooks(num_before: int, hook: Hook | None, state: Any = None) -> f
 )
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_different_hooks_are_an_error_on_every_rank(num_before: int, hooks: tuple[Hook, Hook], said: str) -> None:
+def test_different_hooks_raise_on_every_rank(num_before: int, hooks: tuple[Hook, Hook], said: str) -> None:
     with pytest.raises(RanksDifferError, match=said) as raised:
         train_with_hooks(num_before, hooks[dist.get_rank()])
     assert str(raised.value).startswith(f"rank {dist.get_rank()}: ")
@@ -262,7 +262,7 @@ def test_different_hooks_are_an_error_on_every_rank(num_before: int, hooks: tupl
 @pytest.mark.parametrize("num_before", [0, 1])
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_hooks_that_are_objects_of_one_class_are_equal(num_before: int) -> None:
+def test_hooks_of_one_class_are_equal(num_before: int) -> None:
     padding = [object() for _ in range(1000 * dist.get_rank())]  # so that the ranks' objects have other addresses
     assert train_with_hooks(num_before, Counting(), {"padding": padding}) < 1e-6
 
@@ -291,7 +291,7 @@ def with_buffers() -> nn.Module:
 
 @pytest.mark.parametrize("location", ["PRE_FORWARD", pytest.param("POST_FORWARD", marks=needs_ddp_to_keep_buffers)])
 @on_ranks(2)
-def test_buffers_are_those_of_ddp_with_the_same_hook(location: str) -> None:
+def test_buffers_match_ddp_with_the_hook(location: str) -> None:
     model, reference = pair(with_buffers, bucket_cap_mb=1e-4)
     states: list[dict[str, Any]] = [{"calls": 0, "waits": location == "PRE_FORWARD"} for _ in range(2)]
     for each, state in zip((model, reference), states, strict=True):
@@ -311,7 +311,7 @@ def test_buffers_are_those_of_ddp_with_the_same_hook(location: str) -> None:
 
 
 @on_ranks(2)
-def test_a_hook_is_called_when_a_backward_is_reduced_and_where_there_are_buffers() -> None:
+def test_when_a_buffer_hook_is_called() -> None:
     counts = []
     for ignore in ([], ["1.running_mean", "1.running_var", "1.num_batches_tracked"]):
         model: Any = ddp_compile(with_buffers(), backend="eager", parameters_to_ignore=ignore)
@@ -328,7 +328,7 @@ def test_a_hook_is_called_when_a_backward_is_reduced_and_where_there_are_buffers
 
 
 @on_ranks(2)
-def test_futures_of_forwards_without_backward_do_not_pile_up() -> None:
+def test_futures_of_lone_forwards_are_dropped() -> None:
     futures: list[weakref.ReferenceType[Any]] = []
 
     def noted(state: dict[str, Any], buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]]:
@@ -355,7 +355,7 @@ def test_futures_of_forwards_without_backward_do_not_pile_up() -> None:
         ),
     ],
 )
-def test_what_is_no_hook_is_refused(
+def test_other_objects_are_refused(
     arguments: tuple[Any, ...], error: type[Exception], says: str, single_rank_group: None
 ) -> None:
     model: Any = ddp_compile(with_buffers(), backend="eager")

@@ -179,14 +179,16 @@ class Scenario(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
-UNUSED, STATIC, COPIED = {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": False}
-IN_FORWARD, IN_BACKWARD = raise_at("forward, middle", USER), raise_at("backward, middle", USER)
+UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
+IN_BACKWARD = raise_at("backward, middle", USER)
 HOOK, LATE_HOOK = "register_hook", "register_post_accumulate_grad_hook"
-IN_CI = {
+SCENARIOS = {
     "forward, after all graphs": Scenario(raise_at("forward, last", USER), ValueError, GOES_ON),
     "interrupt in forward": Scenario(raise_at("forward, middle", INTERRUPT), KeyboardInterrupt, GOES_ON),
     "backward, before any gradient": Scenario(raise_at("backward, last", USER), ValueError, GOES_ON),
     "backward, between graphs": Scenario(IN_BACKWARD, ValueError, REFUSES),
+    "backward, unused parameters sought": Scenario(IN_BACKWARD, ValueError, REFUSES, UNUSED),
+    "backward, static graph": Scenario(IN_BACKWARD, ValueError, REFUSES, STATIC),
     "backward, after all gradients": Scenario(raise_at("backward, first", USER), ValueError, REFUSES),
     "backward in no_sync": Scenario(raise_in_no_sync, ValueError, GOES_ON),
     "ctrl-c in backward": Scenario(press_ctrl_c, KeyboardInterrupt, REFUSES),
@@ -194,21 +196,6 @@ IN_CI = {
     "hook after accumulation": Scenario(raise_in_hook(LATE_HOOK, "a", USER), ValueError, REFUSES),
     "comm hook": Scenario(raise_in_comm_hook(USER), ReductionError, REFUSES),
     "optimizer": Scenario(raise_in_optimizer, ValueError, GOES_ON),
-}
-#: Others in CI raise in the same places.
-SCENARIOS = IN_CI | {
-    "forward, before any graph": Scenario(raise_at("forward, first", USER), ValueError, GOES_ON),
-    "forward, between graphs": Scenario(IN_FORWARD, ValueError, GOES_ON),
-    "out of memory in forward": Scenario(raise_at("forward, middle", OUT_OF_MEMORY), RuntimeError, GOES_ON),
-    "forward, unused parameters sought": Scenario(IN_FORWARD, ValueError, GOES_ON, UNUSED),
-    "forward, static graph": Scenario(IN_FORWARD, ValueError, GOES_ON, STATIC),
-    "backward, gradients copied back": Scenario(IN_BACKWARD, ValueError, REFUSES, COPIED),
-    "backward, unused parameters sought": Scenario(IN_BACKWARD, ValueError, REFUSES, UNUSED),
-    "backward, static graph": Scenario(IN_BACKWARD, ValueError, REFUSES, STATIC),
-    "interrupt in backward": Scenario(raise_at("backward, middle", INTERRUPT), KeyboardInterrupt, REFUSES),
-    "out of memory in backward": Scenario(raise_at("backward, middle", OUT_OF_MEMORY), RuntimeError, REFUSES),
-    "hook on the last gradient": Scenario(raise_in_hook(HOOK, "a", USER), ValueError, REFUSES),
-    "interrupt in comm hook": Scenario(raise_in_comm_hook(INTERRUPT), KeyboardInterrupt, REFUSES),
 }
 
 
@@ -255,14 +242,14 @@ def outcomes(rank_pools: dict[int, RankPool], split: str, request: pytest.Fixtur
     selected = {
         item.callspec.params["name"]
         for item in request.session.items
-        if hasattr(item, "callspec") and item.originalname == "test_an_exception_on_every_rank"
+        if hasattr(item, "callspec") and item.originalname == "test_exception_on_every_rank"
     }
     names = [name for name in SCENARIOS if name in selected]
     return rank_pools.setdefault(2, RankPool(2)).run(fail_on_every_rank, split, names)
 
 
-@pytest.mark.parametrize("name", only(IN_CI, SCENARIOS))
-def test_an_exception_on_every_rank(name: str, split: str, outcomes: list[dict[str, Outcome]]) -> None:
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_exception_on_every_rank(name: str, split: str, outcomes: list[dict[str, Outcome]]) -> None:
     says = SCENARIOS[name].says
     if (name, split) == ("hook on the first gradient", "backward"):
         says = REFUSES  # the other layer's gradients come out of the same graph, and before these
@@ -276,7 +263,7 @@ def test_an_exception_on_every_rank(name: str, split: str, outcomes: list[dict[s
 
 @pytest.mark.parametrize("place", only(["backward, last"], ["forward, middle", "backward, last"]))
 @on_ranks(2)
-def test_one_rank_may_do_a_step_over_before_its_first_gradient(place: str) -> None:
+def test_one_rank_repeats_a_step(place: str) -> None:
     """The rank catches its exception and repeats the step, while the other waits for its buckets."""
     model = replicated()
     worst = train_one_step(model, step=0)
@@ -293,7 +280,7 @@ def raises_on_rank_1(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., 
 
 
 @on_ranks(2)
-def test_a_partition_that_one_rank_cannot_compile() -> None:
+def test_partition_that_one_rank_cannot_compile() -> None:
     model = replicated(backend=raises_on_rank_1)
     assert max(train_one_step(model, step) for step in range(3)) < 1e-6
     failed = [("partition_1 of graph 1 (d.weight, d.bias)", "RuntimeError: no compiler on this machine")]
@@ -307,7 +294,7 @@ def raise_in_backward_on_rank_1(graph: fx.Graph) -> None:
 
 @pytest.mark.inductor
 @on_ranks(2)
-def test_a_backward_that_one_rank_cannot_compile_is_reduced_in_the_same_step(split: str) -> None:
+def test_backward_that_one_rank_cannot_compile(split: str) -> None:
     # Without biases, whose gradients would need a C++ compiler and seconds.
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
     options = {"post_grad_custom_post_pass": raise_in_backward_on_rank_1}
@@ -329,7 +316,7 @@ def fail_in_the_middle_on_one_rank() -> tuple[str, Outcome]:
     return str(failed.value), outcome
 
 
-def test_when_one_rank_raises_in_the_middle_all_hear_of_it_and_can_go_on(ranks: Ranks) -> None:
+def test_one_rank_raises_in_the_middle(ranks: Ranks) -> None:
     pool = ranks(2)
     waiting, raising = pool.run_expecting_failures(fail_in_the_middle_on_one_rank, timeout_s=3.0)
     pool.close()  # what the first group still waits for must not meet the next test
@@ -343,7 +330,7 @@ def test_when_one_rank_raises_in_the_middle_all_hear_of_it_and_can_go_on(ranks: 
     ("raises", "trains"), only([(False, False), (True, True)], list(itertools.product((False, True), repeat=2)))
 )
 @on_ranks(2)
-def test_a_backward_inside_no_sync_is_not_taken_for_one_that_is_expected(raises: bool, trains: bool) -> None:
+def test_backward_in_no_sync_before_another(raises: bool, trains: bool) -> None:
     model = replicated().train(trains)
     plain = copy.deepcopy(model)
 

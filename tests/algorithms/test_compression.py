@@ -1,48 +1,29 @@
-"""Gradients sent in fewer bytes: ByteGrad and wire dtypes, compared with the arithmetic of one process."""
+"""Gradients sent in fewer bytes, and reduced inside nodes first, compared with the arithmetic of one process."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from averages import tell_nodes
 from beside import is_same_everywhere, of_all_ranks, own_batch, pair, seeded
+from compression import SentBytes, byte_grad_of
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 
-from ddp_compile import RanksDifferError, ReplicationError, ddp_compile, torch_internals
+from ddp_compile import RanksDifferError, ReplicationError, ddp_compile
 from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, GradientAllReduce
-from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 
 HALF = GradientAllReduce(wire_dtype=torch.float16)
 BRAIN = GradientAllReduce(wire_dtype=torch.bfloat16)
 ALGORITHMS: list[AlgorithmConfig] = [ByteGrad(), HALF, BRAIN]
-
-
-class SentBytes:
-    """What this rank sends in the collectives that the algorithms call."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        self.others = dist.get_world_size() - 1
-        to_all, gather = dist.all_to_all_single, torch_internals.all_gather_single
-
-        def all_to_all(output: Tensor, sent: Tensor, **settings: Any) -> Any:
-            self.count += sent.nbytes * self.others // (self.others + 1)
-            return to_all(output, sent, **settings)
-
-        def all_gather(output: Tensor, sent: Tensor, group: Any) -> Any:
-            self.count += sent.nbytes * self.others  # by a ring
-            return gather(output, sent, group)
-
-        monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
-        monkeypatch.setattr(torch_internals, "all_gather_single", all_gather)
 
 
 def flat_gradients(module: nn.Module, bucket: Any) -> Tensor:
@@ -73,28 +54,6 @@ def train(
                     q.copy_(p)
 
 
-def coded(values: Tensor, num_chunks: int = 1) -> Tensor:
-    out = torch.empty(values.shape, dtype=torch.float32)
-    if values.numel():
-        minmax_u8_decompress(minmax_u8_compress(values, num_chunks), out)
-    return out
-
-
-def byte_grad_of(flats: list[Tensor]) -> Tensor:
-    """In one process, for whole buckets: each rank adds what the others send to its own chunk, and sends the sum."""
-    own = [flat * (1.0 / len(flats)) for flat in flats]
-    sent = [coded(each, len(flats)) for each in own]
-    chunk_numel = -(-len(own[0]) // len(flats))
-    sums = []
-    for rank in range(len(flats)):
-        chunk = slice(rank * chunk_numel, (rank + 1) * chunk_numel)
-        total = own[rank][chunk].float()
-        for other, each in enumerate(sent):
-            total = total if other == rank else total + each[chunk]
-        sums.append(coded(total))
-    return torch.cat(sums).to(flats[0].dtype)
-
-
 @pytest.mark.parametrize(
     ("world_size", "width", "dtype"),
     only(
@@ -110,18 +69,10 @@ def byte_grad_of(flats: list[Tensor]) -> Tensor:
     ),
 )
 @on_ranks()
-def test_byte_grad_is_the_arithmetic_of_one_process(
-    world_size: int, width: int, dtype: torch.dtype, split: str
-) -> None:
-    for _, buckets in train(ByteGrad(), width, dtype, split):
+def test_byte_grad_matches_one_process(world_size: int, width: int, dtype: torch.dtype, split: str) -> None:
+    for sent_bytes, buckets in train(ByteGrad(), width, dtype, split):
         for own, reduced in buckets:
             assert torch.equal(reduced, byte_grad_of(list(own)) if world_size > 1 else own[0])
-
-
-@pytest.mark.parametrize("world_size", only([3], [2, 3, 4]))
-@on_ranks()
-def test_byte_grad_sends_a_quarter_of_the_bytes_and_headers(world_size: int) -> None:
-    for sent_bytes, buckets in train(ByteGrad(), 33, split="forward"):
         chunks = [-(-len(reduced) // world_size) for _, reduced in buckets]
         rows = [16 * -(-(8 + chunk) // 16) for chunk in chunks]  # minimum, maximum, codes, up to 16 bytes
         assert sent_bytes == sum(2 * (world_size - 1) * row for row in rows)
@@ -129,7 +80,7 @@ def test_byte_grad_sends_a_quarter_of_the_bytes_and_headers(world_size: int) -> 
 
 @pytest.mark.parametrize(("algorithm", "digits"), only([(BRAIN, 1e-2)], [(HALF, 2e-3), (BRAIN, 1e-2)]))
 @on_ranks(3)
-def test_a_dtype_of_the_wire_keeps_its_digits(algorithm: GradientAllReduce, digits: float) -> None:
+def test_wire_dtype_keeps_its_digits(algorithm: GradientAllReduce, digits: float) -> None:
     for _, buckets in train(algorithm, 33):
         for own, reduced in buckets:
             assert 0 < relative_difference(reduced, own.mean(0)) < digits
@@ -139,7 +90,7 @@ def test_a_dtype_of_the_wire_keeps_its_digits(algorithm: GradientAllReduce, digi
 @pytest.mark.parametrize("divide_by_initial_world_size", only([False], [False, True]))
 @pytest.mark.parametrize("algorithm", only([ByteGrad()], ALGORITHMS), ids=repr)
 @on_ranks(2)
-def test_inputs_may_be_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool) -> None:
+def test_join(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool) -> None:
     """Rank 1 has more batches than rank 0."""
     models = pair(lambda: Mlp(33, 4), algorithm=algorithm, bucket_cap_mb=0.003)
     seen: list[list[Tensor]] = [[], []]
@@ -156,7 +107,7 @@ def test_inputs_may_be_uneven(algorithm: AlgorithmConfig, divide_by_initial_worl
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_what_is_not_finite_stays_so_on_every_rank(algorithm: AlgorithmConfig, value: float) -> None:
+def test_non_finite_gradients_on_every_rank(algorithm: AlgorithmConfig, value: float) -> None:
     torch.manual_seed(3)
     model = ddp_compile(nn.Linear(5, 5), algorithm=algorithm, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -170,44 +121,15 @@ def test_what_is_not_finite_stays_so_on_every_rank(algorithm: AlgorithmConfig, v
     assert (bool(model.weight.grad[:, 0].isfinite().any()), scaler.get_scale()) == (False, 4.0)
 
 
-def fit(make_optimizer: Callable[[Any], Any], seed: int, num_steps: int, noise: float, algorithm: Any = None) -> float:
-    """The loss on data that it was not trained with; an optimizer may bring an algorithm."""
-    torch.manual_seed(seed)
-    teacher, module = Mlp(9, 2), Mlp(9, 3)
-    optimizer = make_optimizer(module.parameters())
-    algorithm = optimizer.algorithm() if hasattr(optimizer, "algorithm") else algorithm or GradientAllReduce()
-    model = ddp_compile(module, algorithm=algorithm, backend="eager", split="none")
-    torch.manual_seed(100 * seed + dist.get_rank())
-    for _ in range(num_steps):
-        x = torch.randn(16, 9)
-        optimizer.zero_grad()
-        (model(x) - teacher(x).detach() - noise * torch.randn(16, 9)).square().mean().backward()
-        optimizer.step()
-    torch.manual_seed(seed)
-    x = torch.randn(500, 9)
-    return (model(x) - teacher(x)).square().mean().item()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", [0, 1, 2])
 @on_ranks(2)
-def test_losses_are_those_of_an_all_reduce(seed: int) -> None:
-    def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.01)
-
-    all_reduced, *others = [fit(adam, seed, 150, 0.0, algorithm) for algorithm in (GradientAllReduce(), *ALGORITHMS)]
-    assert all(each < 1.05 * all_reduced for each in others), (all_reduced, others)
-
-
-@on_ranks(2)
-def test_gradients_of_64_bits_are_refused_by_name() -> None:
+def test_float64_is_refused() -> None:
     said = f"rank {dist.get_rank()}: the ByteGrad all-reduce takes gradients of float32, bfloat16, float16, and refuses"
     with pytest.raises(ReplicationError, match=rf"{said} weight, bias \(float64\)."):
         ddp_compile(nn.Linear(2, 2).double(), algorithm=ByteGrad())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, "float16"])
-def test_a_wire_dtype_that_there_is_not_is_refused(dtype: Any) -> None:
+def test_unknown_wire_dtype_is_refused(dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"pass torch\.float16 or torch\.bfloat16"):
         GradientAllReduce(wire_dtype=dtype)
 
@@ -215,7 +137,7 @@ def test_a_wire_dtype_that_there_is_not_is_refused(dtype: Any) -> None:
 @pytest.mark.parametrize(("value", "expected"), [(30000.0, 30000.0), (40000.0, float("inf")), (2.0**-23, 2.0**-23)])
 @on_ranks(4)
 @torch.compiler.set_stance("force_eager")
-def test_the_factor_is_split_around_the_sum(value: float, expected: float) -> None:
+def test_factor_is_split_around_the_sum(value: float, expected: float) -> None:
     """With four ranks by 2 before and 2 after it; the smallest number of float16 is 2**-24."""
     model = ddp_compile(nn.Linear(1, 1, bias=False), algorithm=HALF, backend="eager")
     model(torch.tensor([[value]])).sum().backward()
@@ -230,12 +152,6 @@ BYTE_GRAD = ByteGrad(hierarchical=True)
 TOLERANCES = {INSIDE_NODES: 1e-6, HALF_INSIDE_NODES: 2e-3, BYTE_GRAD: 0.03}
 TWO_AND_TWO, ONE_AND_THREE = [2, 2], [1, 3]
 EVERYONE = [0, 1, 2, 3]
-
-
-def tell_nodes(monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int]) -> None:
-    """As a launcher does on nodes with so many ranks each."""
-    places = [place for size in sizes for place in range(size)]
-    monkeypatch.setenv("LOCAL_RANK", str(places[dist.get_rank()]))
 
 
 def on_nodes(sizes: Sequence[int], module: nn.Module, **settings: Any) -> Any:
@@ -253,9 +169,7 @@ def on_nodes(sizes: Sequence[int], module: nn.Module, **settings: Any) -> Any:
     ids=str,
 )
 @on_ranks(4)
-def test_it_is_the_mean_over_all_ranks_however_nodes_divide_them(
-    sizes: list[int], algorithm: AlgorithmConfig, members: list[int]
-) -> None:
+def test_hierarchical_mean(sizes: list[int], algorithm: AlgorithmConfig, members: list[int]) -> None:
     group = dist.new_group(members)
     if dist.get_rank() not in members:
         return
@@ -274,7 +188,7 @@ def test_it_is_the_mean_over_all_ranks_however_nodes_divide_them(
 
 
 @on_ranks(4)
-def test_byte_grad_compresses_the_sums_of_nodes() -> None:
+def test_byte_grad_compresses_sums_of_nodes() -> None:
     plain = seeded(lambda: nn.Linear(33, 5))
     model = on_nodes(TWO_AND_TWO, copy.deepcopy(plain), algorithm=BYTE_GRAD, backend="eager")
     for each in (plain, model):
@@ -288,7 +202,7 @@ def test_byte_grad_compresses_the_sums_of_nodes() -> None:
 
 @pytest.mark.parametrize("value", ["", "first"])
 @on_ranks(2)
-def test_nodes_that_are_not_known_are_an_error_on_every_rank(value: str) -> None:
+def test_unknown_nodes_are_refused(value: str) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         tell_nodes(monkeypatch, [2])
         if dist.get_rank() == 1:
@@ -300,6 +214,6 @@ def test_nodes_that_are_not_known_are_an_error_on_every_rank(value: str) -> None
 
 
 @on_ranks(2)
-def test_ranks_have_to_agree_on_it() -> None:
+def test_ranks_have_to_agree_on_hierarchical() -> None:
     with pytest.raises(RanksDifferError, match="hierarchical gradient all-reduce"):
         on_nodes([2], nn.Linear(2, 2), algorithm=GradientAllReduce(hierarchical=dist.get_rank() == 0))

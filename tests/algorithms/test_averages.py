@@ -1,0 +1,576 @@
+"""Algorithms that average parameters: each step beside one process, nodes, ways to train, errors, and changes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from averages import Simulation, batch, error_of, make_model, tell_nodes, train_step
+from beside import flat_of, is_same_everywhere, of_all_ranks, seeded
+from compression import make_qadam
+from in_ci import only
+from models import Mlp, loss_of
+from rank_pool import on_ranks
+from torch import Tensor, nn
+
+from ddp_compile import ddp_compile
+from ddp_compile.algorithms import (
+    AlgorithmConfig,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    GradientAllReduce,
+    LocalSGD,
+    LowPrecisionDecentralized,
+)
+from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError
+from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
+from ddp_compile.runtime.algorithms import low_precision_decentralized as ring
+
+STEPS = 7
+
+# Each step beside the simulation.
+
+
+def peers(size: int, num_exchanges: int) -> list[int]:
+    """Of each rank, by the pairs of lower and upper half."""
+    half = size // 2
+    peer_of = [0] * size
+    for lower in range(half):
+        upper = half + (lower + num_exchanges) % half
+        peer_of[lower], peer_of[upper] = upper, lower
+    return peer_of
+
+
+def decentralized(simulation: Simulation, config: Decentralized) -> Iterator[None]:
+    num_exchanges = 0
+    for step in range(STEPS):
+        flats = simulation.flats()
+        simulation.compute_gradients(step)
+        if step % config.communication_interval == 0:
+            peer_of = peers(simulation.size, num_exchanges) if config.peer_selection == "shift_one" else []
+            for rank in range(simulation.size):
+                others = [flats[rank], flats[peer_of[rank]]] if peer_of else flats
+                simulation.set(rank, torch.stack(others).sum(0) / len(others))
+            num_exchanges += 1
+        simulation.step()
+        yield
+
+
+def low_precision(simulation: Simulation, config: LowPrecisionDecentralized) -> Iterator[None]:
+    size = simulation.size
+    own, left, right = simulation.flats(), simulation.flats(), simulation.flats()
+    for step in range(STEPS):
+        simulation.compute_gradients(step)
+        simulation.step()
+        if step % config.communication_interval == 0 and size > 1:  # one rank alone sends nothing and loses nothing
+            q = []
+            for rank, flat in enumerate(simulation.flats()):
+                neighbors = [left[rank], right[rank]] if size > 2 else [left[rank]]
+                q.append(coded(flat, own[rank], neighbors))
+            for rank in range(size):
+                left[rank] = left[rank] + q[(rank - 1) % size]
+                right[rank] = right[rank] + q[(rank + 1) % size]
+                own[rank] = own[rank] + q[rank]
+                simulation.set(rank, own[rank])
+        yield
+
+
+def coded(x: Tensor, own: Tensor, neighbors: list[Tensor]) -> Tensor:
+    """Of blocks alone, since the last bits of a sum depend on where a vector ends, and a code on these."""
+    values = torch.empty_like(x)
+    for of_x, of_own, result, *others in zip(
+        *(f.split(ring.BLOCK_NUMEL) for f in (x, own, values, *neighbors)), strict=True
+    ):
+        z = (of_own * (-5 / 3)).add(of_x)
+        for each in others:
+            z = z.add(each, alpha=2 / 3 / len(neighbors))
+        rows = minmax_u8_compress(z, -(-z.numel() // ring.CHUNK_NUMEL))
+        minmax_u8_decompress(rows, result)
+    return values
+
+
+def local_sgd(simulation: Simulation, config: LocalSGD) -> Iterator[None]:
+    for step in range(STEPS):
+        simulation.compute_gradients(step)
+        if step < config.warmup_steps:
+            simulation.average_gradients()
+        simulation.step()
+        if step >= config.warmup_steps and (step - config.warmup_steps) % config.period == 0:
+            mean = torch.stack(simulation.flats()).sum(0) / simulation.size
+            for rank in range(simulation.size):
+                simulation.set(rank, mean)
+        yield
+
+
+class Case(NamedTuple):
+    config: AlgorithmConfig
+    simulate: Callable[..., Iterator[None]]
+
+
+CASES = {
+    "all": Case(Decentralized(), decentralized),
+    "all in intervals": Case(Decentralized(communication_interval=3), decentralized),
+    "shift_one": Case(Decentralized(peer_selection="shift_one"), decentralized),
+    "shift_one in intervals": Case(Decentralized(peer_selection="shift_one", communication_interval=2), decentralized),
+    "low precision": Case(LowPrecisionDecentralized(), low_precision),
+    "low precision in intervals": Case(LowPrecisionDecentralized(communication_interval=3), low_precision),
+    "local SGD": Case(LocalSGD(period=2, warmup_steps=3), local_sgd),
+}
+
+
+def check_invariants(algorithm: Any) -> None:
+    """A rank's copies of its neighbors in a ring equal the neighbors' parameters in every bit."""
+    if not hasattr(algorithm, "_left"):
+        return
+    size, rank = dist.get_world_size(), dist.get_rank()
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, algorithm.state_dict())
+    for mine, theirs in (("left", (rank - 1) % size), ("right", (rank + 1) % size)):
+        for kept, own in zip(everyone[rank][mine], everyone[theirs]["own"], strict=True):
+            assert torch.equal(kept, own)
+
+
+EVERYWHERE = [(name, size) for name in CASES for size in ([2, 4] if "shift_one" in name else [1, 2, 3, 4, 5])]
+IN_CI = [("shift_one in intervals", 4), ("low precision in intervals", 4), ("local SGD", 3)]
+
+
+@pytest.mark.parametrize(("name", "world_size"), only(IN_CI, EVERYWHERE))
+@on_ranks()
+def test_steps_match_simulation(name: str, world_size: int) -> None:
+    config, simulate = CASES[name]
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as monkeypatch:  # several blocks, and several segments, of 1224 elements
+        monkeypatch.setattr(ring, "CHUNK_NUMEL", 100)
+        monkeypatch.setattr(ring, "BLOCK_NUMEL", 200)
+        monkeypatch.setattr(ring, "SEGMENT_NUMEL", 400)
+        model, optimizer = make_model(config)
+        simulation = Simulation(copy.deepcopy(model), world_size)
+        for step, _ in enumerate(simulate(simulation, config)):
+            train_step(model, optimizer, step)
+            with torch.no_grad():
+                model(batch(rank, step, 0))  # an evaluation moves nothing
+            expected = flat_of(simulation.models[rank])
+            # AdamW divides by the gradient's own size, so its first steps enlarge a rounding error of small gradients.
+            assert (flat_of(model) - expected).abs().max() < 5e-6 * expected.abs().max(), step
+            check_invariants(model.comm_algorithm)
+
+
+# The ring's messages are under way while the ranks train on, and no rank is left waiting for them.
+
+ONE_BY_ONE = LowPrecisionDecentralized()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_ring_step_does_not_wait() -> None:
+    """Rank 1 begins its step after rank 0 has told it that its own is done, and its next forward and backward too."""
+    model, optimizer = make_model(ONE_BY_ONE, broadcast_buffers=False)
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    loss_of(model(batch(rank, 0, 0))).backward()
+    if rank == 1:
+        store.wait(["rank 0 is done"], timedelta(seconds=30))
+    before = flat_of(model)
+    optimizer.step()
+    assert not torch.equal(before, flat_of(model))
+    if rank == 0:
+        store.set("rank 0 is done", "")
+    for step in range(1, 4):
+        train_step(model, optimizer, step)
+    check_invariants(model.comm_algorithm)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_detach_receives_what_is_under_way() -> None:
+    """Parameters become their mean over the ranks although messages are under way."""
+    model, optimizer = make_model(ONE_BY_ONE)
+    for step in range(3):
+        train_step(model, optimizer, step)
+    first, second = of_all_ranks(flat_of(model))
+    model.unwrap()
+    assert not torch.equal(first, second) and is_same_everywhere(flat_of(model))
+    assert (flat_of(model) - (first + second) / 2).abs().max() < 1e-6
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_loaded_parameters_are_not_rounded() -> None:
+    model, _ = make_model(ONE_BY_ONE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train_step(model, optimizer, 0)
+    torch.manual_seed(1)
+    loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    for step in range(1, 3):
+        train_step(model, optimizer, step)
+    check_invariants(model.comm_algorithm)
+    for name, value in model.state_dict().items():
+        assert (value - loaded[name]).abs().max() < 1e-6  # eight bits of such a change would be 0.01
+
+
+@torch.compiler.set_stance("force_eager")
+def load_or_raise_alone(raises: bool) -> None:
+    model, optimizer = make_model(ONE_BY_ONE)
+    for step in range(4):
+        if step == 2 and raises and dist.get_rank() == 1:
+            raise KeyError("a bad batch")
+        if step == 2 and dist.get_rank() == 0:
+            model.load_state_dict(model.state_dict())
+        train_step(model, optimizer, step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("raises", [False, True])
+def test_lost_neighbor_is_an_error(raises: bool, ranks: Any) -> None:
+    first, second = ranks(2).run_expecting_failures(load_or_raise_alone, raises, timeout_s=2.0)
+    assert "low-precision decentralized average" in first.message
+    assert "a bad batch" in second.message if raises else "low-precision decentralized average" in second.message
+
+
+PAIRS = Decentralized(peer_selection="shift_one", communication_interval=2)
+RING = LowPrecisionDecentralized(communication_interval=2)
+ALGORITHMS: dict[str, AlgorithmConfig] = {
+    "all": Decentralized(communication_interval=2),
+    "shift_one": PAIRS,
+    "low precision": RING,
+    "local SGD": LocalSGD(period=2, warmup_steps=3),
+    "DiLoCo": DiLoCo(
+        sync_every=4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.5, wire_dtype=torch.uint8
+    ),
+}
+
+
+# Nodes.
+
+
+def make_model_on_nodes(sizes: Sequence[int], algorithm: AlgorithmConfig) -> tuple[Any, torch.optim.Optimizer]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tell_nodes(monkeypatch, sizes)
+        return make_model(algorithm)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "peers"),
+    only([((2, 2), "shift_one"), ((1, 3), "all")], itertools.product([(2, 2), (1, 3), (4,)], ["all", "shift_one"])),
+)
+@on_ranks(4)
+@torch.compiler.set_stance("force_eager")
+def test_nodes_count_by_their_ranks(sizes: tuple[int, ...], peers: Any) -> None:
+    model, _ = make_model_on_nodes(sizes, Decentralized(peer_selection=peers, hierarchical=True))
+    for step in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += dist.get_rank() ** 2 + step
+        expected = of_all_ranks(flat_of(model)).mean(0)  # of two nodes, a pair is all of them
+        loss_of(model(batch(0, step, 0))).backward()
+        assert (flat_of(model) - expected).abs().max() < 1e-5
+
+
+@on_ranks(4)
+@torch.compiler.set_stance("force_eager")
+def test_ring_of_nodes() -> None:
+    model, optimizer = make_model_on_nodes((2, 2), LowPrecisionDecentralized(hierarchical=True))
+    for step in range(3):
+        train_step(model, optimizer, step)
+    everyone = of_all_ranks(flat_of(model))
+    assert all(torch.equal(everyone[i], everyone[i + 1]) for i in (0, 2))
+    assert 0 < (everyone[0] - everyone[2]).abs().max() < 0.1
+
+
+# Checkpoints.
+
+
+def make_with_optimizer(name: str) -> tuple[Any, torch.optim.Optimizer]:
+    return make_qadam(seeded(lambda: Mlp(17, 2))) if name == "QAdam" else make_model(ALGORITHMS[name])
+
+
+@pytest.mark.parametrize("name", only(["shift_one", "low precision", "DiLoCo", "QAdam"], [*ALGORITHMS, "QAdam"]))
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_resumes_in_mid_cycle(name: str) -> None:
+    whole, optimizer = make_with_optimizer(name)
+    states = {}
+    for step in range(8):
+        parts = [whole, optimizer, whole.comm_algorithm]
+        states[step] = copy.deepcopy([part.state_dict() for part in parts])
+        train_step(whole, optimizer, step)
+    for begin in (1, 3, 5):  # of QAdam, in warm-up, at its end, and after it
+        again, optimizer = make_with_optimizer(name)
+        for part, state in zip((again, optimizer, again.comm_algorithm), states[begin], strict=True):
+            part.load_state_dict(state)
+        for step in range(begin, 8):
+            train_step(again, optimizer, step)
+        assert torch.equal(flat_of(whole), flat_of(again)), begin
+
+
+# Steps: between a backward and its step nothing may be sent, and each step counts once.
+
+
+@pytest.mark.parametrize("config", [LocalSGD(period=1), LowPrecisionDecentralized()])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_step_after_its_exchange_is_refused(config: AlgorithmConfig) -> None:
+    """A forward, or a checkpoint, between a backward and its step has taken the step for skipped."""
+    model, optimizer = make_model(config)
+    for look in (lambda: model(batch(0, 0, 0)), model.comm_algorithm.state_dict):
+        loss_of(model(batch(dist.get_rank(), 2, 0))).backward()
+        look()
+        before = flat_of(model)
+        said = error_of(ReductionError, optimizer.step)
+        assert said.startswith(f"rank {dist.get_rank()}: an optimizer is about to step after the l")
+        assert torch.equal(flat_of(model), before)
+    loss_of(model(batch(dist.get_rank(), 3, 0))).backward()
+    optimizer.zero_grad()  # the step is skipped, and so is the next backward
+    model(batch(0, 0, 0))
+    optimizer.step()  # without gradients, which changes nothing
+    loss_of(model(batch(dist.get_rank(), 4, 0))).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", only(["low precision"], ALGORITHMS))
+@on_ranks(2)
+def test_skipped_steps_and_clipping_keep_ranks_together(name: str, split: str) -> None:
+    ends = []
+    for backend in ("eager", "aot_eager"):
+        model, optimizer = make_model(ALGORITHMS[name], backend=backend, split=split, find_unused_parameters=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(6):
+            if step == 3 and dist.get_rank() == 1:
+                with pytest.raises(RuntimeError):
+                    model(torch.randn(3, 3))  # done over
+            loss = loss_of(model(batch(dist.get_rank(), step, 0)))
+            if step == 4 and dist.get_rank() == 0:
+                loss = loss * float("inf")  # the scaler of this rank alone skips, unless gradients are averaged
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append(flat_of(model))
+        assert torch.isfinite(ends[-1]).all()
+        model.unwrap()
+        assert is_same_everywhere(flat_of(model))
+    off = ((ends[0] - ends[1]).abs().max() / ends[0].abs().max()).item()
+    assert off < (0.02 if name == "low precision" else 1e-5)
+
+
+@on_ranks(2)
+def test_compiled_and_fused_steps_are_noticed() -> None:
+    off = []
+    for settings in ({"fused": True}, {"foreach": True}):
+        torch.manual_seed(0)
+        module = Mlp(17, 4)
+        expected = None
+        for compiled in (False, True) if settings.get("foreach") else (False,):
+            model: Any = ddp_compile(copy.deepcopy(module), algorithm=LocalSGD(period=1), backend="eager")
+            groups = [{"params": [p]} for p in model.parameters()]
+            optimizer = torch.optim.AdamW(groups, lr=0.01, **settings)
+            step_function = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model(batch(dist.get_rank(), step, 0))).backward()
+                step_function()
+            assert is_same_everywhere(flat_of(model))  # after the step, not at the next forward
+            expected = flat_of(model) if expected is None else expected
+            off.append((flat_of(model) - expected).abs().max().item())
+    assert max(off) < 1e-4
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_parameters_are_averaged_in_place_after_a_closure() -> None:
+    torch.manual_seed(0)
+    model: Any = ddp_compile(Mlp(17, 4), algorithm=LocalSGD(period=1), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places = [(p.stride(), p.untyped_storage().data_ptr()) for p in model.parameters()]
+    for step in range(6):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(batch(dist.get_rank(), step, 0)))
+            loss.backward()
+            return loss
+
+        if step == 4 and dist.get_rank() == 1:  # no agreement point is in the next two iterations
+            closure()  # and no step: the other rank waits in its own until the next forward of this one
+        else:
+            optimizer.step(closure)
+        optimizer.zero_grad()
+        assert step == 4 or is_same_everywhere(flat_of(model))
+    assert places == [(p.stride(), p.untyped_storage().data_ptr()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("config", [Decentralized(), LowPrecisionDecentralized()], ids=["all", "low precision"])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> None:
+    model, _ = make_model(config)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(batch(0, 0, 0)))
+        loss.backward()
+        return loss
+
+    said = error_of(ReplicationError, lambda: optimizer.step(closure))
+    assert said.startswith("a step of LBFGS calls its closure again. With the")
+
+
+# Bytes on the wire: in eight bits of one chunk, minimum, maximum and codes, up to 16 bytes.
+
+BYTES: dict[str, tuple[AlgorithmConfig, int, Callable[[int], int]]] = {
+    "pairs": (PAIRS, 4, lambda numel: 4 * numel),
+    "ring": (RING, 4, lambda numel: 2 * 16 * -(-(8 + numel) // 16)),
+    "ring of two": (RING, 2, lambda numel: 16 * -(-(8 + numel) // 16)),  # both neighbors are one rank
+}
+
+
+@pytest.mark.parametrize(("name", "world_size"), [(name, BYTES[name][1]) for name in BYTES])
+@on_ranks()
+@torch.compiler.set_stance("force_eager")
+def test_bytes_sent(name: str, world_size: int) -> None:
+    config, _, expected = BYTES[name]
+    model, optimizer = make_model(config)
+    sent: list[int] = []
+    batch_isend_irecv = dist.batch_isend_irecv
+
+    def count(operations: Any) -> Any:
+        sent.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)
+        return batch_isend_irecv(operations)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dist, "batch_isend_irecv", count)
+        train_step(model, optimizer, 0)
+    assert sum(sent) == expected(flat_of(model).numel())
+
+
+# Errors, and changes of the algorithm.
+
+
+@on_ranks(2)
+def test_errors() -> None:
+    rank = dist.get_rank()
+    model, _ = make_model(Decentralized())
+    loss = loss_of(model(batch(0, 0, 0)))
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    written = error_of(ReductionError, loss.backward)
+    assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
+    complex_model = nn.Linear(2, 2).to(torch.complex64)
+    dtype = error_of(ReplicationError, lambda: ddp_compile(complex_model, algorithm=Decentralized()))
+    assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
+    model, _ = make_model(RING)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, model.comm_algorithm.state_dict())
+    for state, says in (
+        ({"algorithm": "another"}, "was given the state of another, but needs that of"),
+        (states[1 - rank], f"was given the state of rank {1 - rank} of 2, which has other neighbors"),
+    ):
+        assert says in error_of(ValueError, lambda state=state: model.comm_algorithm.load_state_dict(state))
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        (Decentralized, {"communication_interval": 0}),
+        (Decentralized, {"peer_selection": "ring"}),
+        (LowPrecisionDecentralized, {"communication_interval": 1.5}),
+        (LocalSGD, {"period": 0}),
+        (LocalSGD, {"period": 2, "warmup_steps": -1}),
+        (AsyncModelAverage, {"sync_interval_ms": 0}),
+        (AsyncModelAverage, {"sync_interval_ms": float("inf")}),
+        (AsyncModelAverage, {"warmup_steps": -1}),
+    ],
+)
+def test_settings_out_of_range_are_refused(config: Any, setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{config.__name__}\({list(setting)[-1]}="):
+        config(**setting)
+
+
+@on_ranks(3)
+def test_nodes_that_do_not_fit_are_refused() -> None:
+    rank = dist.get_rank()
+    for config, says in (
+        (Decentralized(peer_selection="shift_one"), "pairs all ranks, and there are 3;"),
+        (Decentralized(hierarchical=True), f"rank {rank}: the decentralized average (all, every 1, hierarchical) has"),
+        (LowPrecisionDecentralized(hierarchical=True), "LOCAL_RANK is not a number on ranks 0-2"),
+    ):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.delenv("LOCAL_RANK", raising=False)
+            assert says in error_of(ValueError, lambda config=config: ddp_compile(nn.Linear(2, 2), algorithm=config))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tell_nodes(monkeypatch, [1, 2])
+        model, optimizer = make_model(Decentralized())
+        sizes = error_of(ValueError, lambda: model.set_comm_algorithm(LowPrecisionDecentralized(hierarchical=True)))
+        assert "needs nodes of one size" in sizes and "1, 2 ranks" in sizes
+        train_step(model, optimizer, 0)  # by the one before
+
+
+@on_ranks(2)
+def test_every_algorithm_follows_every_other() -> None:
+    chain = [GradientAllReduce(), Decentralized(), RING, ByteGrad(), LocalSGD(period=3), PAIRS]
+    chain += [ALGORITHMS["DiLoCo"], AsyncModelAverage()]
+    model, optimizer = make_model(chain[0], backend="aot_eager")
+    for number, config in enumerate([*chain[1:], GradientAllReduce()]):
+        for step in range(3):
+            train_step(model, optimizer, 10 * number + step)
+        if isinstance(config, ByteGrad):
+            with pytest.raises(ReplicationError, match="the ranks' optimizers have reached different states"):
+                model.set_comm_algorithm(config)
+        model.set_comm_algorithm(config, [optimizer])
+        assert is_same_everywhere(flat_of(model)), config
+
+
+@on_ranks(2)
+def test_optimizer_states_are_made_equal() -> None:
+    """Adam's step counts become equal too. If optimizers cannot be made equal, nothing changes."""
+    model, optimizer = make_model(LocalSGD(period=2))
+    for step in range(4):
+        train_step(model, optimizer, step)
+    for state in optimizer.state.values():
+        state["step"] += dist.get_rank()
+    with pytest.raises(TypeError, match="pass a list of"):
+        model.set_comm_algorithm(GradientAllReduce(), optimizers=optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + dist.get_rank()
+    with pytest.raises(RanksDifferError, match="other states or settings on rank 1 than on"):
+        model.set_comm_algorithm(GradientAllReduce(), optimizers=[optimizer])
+    optimizer.param_groups[0]["lr"] = 0.01
+    train_step(model, optimizer, 4)
+    assert model.comm_algorithm.name.startswith("local SGD")
+    model.set_comm_algorithm(GradientAllReduce(), optimizers=[optimizer])
+    for step in range(5, 9):
+        train_step(model, optimizer, step)
+    assert is_same_everywhere(flat_of(model))
+
+
+@on_ranks(2)
+def test_last_forward_of_one_rank() -> None:
+    model, optimizer = make_model(Decentralized(peer_selection="shift_one"))
+    train_step(model, optimizer, 0)
+    if dist.get_rank() == 0:
+        model(batch(0, 1, 0))  # which has sent, and no other rank has
+    model.unwrap()
+    assert is_same_everywhere(flat_of(model))
+
+
+@on_ranks(2)
+def test_out_of_step_ranks_raise() -> None:
+    """One rank leaves out a backward."""
+    model, optimizer = make_model(LowPrecisionDecentralized())
+    train_step(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        loss_of(model(batch(0, 0, 0)))
+    with pytest.raises(RanksDifferError, match="training forwards without a backward: ") as raised:
+        for step in range(1, 5):
+            train_step(model, optimizer, step)
+    assert str(raised.value).startswith(f"rank {dist.get_rank()}: at the end of iteration")
