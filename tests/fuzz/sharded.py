@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from fuzz.training import Observation
 from fuzz.verdict import FAILED, PASSED, Groups, Verdict, quiet, worst_of
-from plan_changes import replace_plan
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grads_with_norm_
 
@@ -52,8 +51,6 @@ SECOND: dict[str, Callable[[Any], optim.Optimizer]] = {
 SHAPES = ((0,), (0, 3), (), (1,), (3,), (7,), (31,), (33,), (5, 13), (17, 9), (64,), (40, 40), (101, 7), (3, 0, 2))
 DTYPES = 4 * [("float32",)] + [("float64",), ("bfloat16",), ("float16",), ("float32", "bfloat16")]
 LOW = ("bfloat16", "float16")
-#: Changes to plans with buckets of so many MiB.
-PLANS = {f"plan {cap_mib}": cap_mib for cap_mib in (1e-5, 0.0005, 0.002, 25.0)}
 # Of a norm. In low precision torch rounds the norm of each tensor, here of each piece. In float32 torch's norm of order
 # 1 is up to 2e-6 off for 1,600 normally distributed values.
 TOLERANCES = {"float64": 1e-12, "float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2}
@@ -118,9 +115,8 @@ def _program(random: Random, drops: bool) -> tuple[str, ...]:
     for _ in range(random.randint(2, 5)):
         program += [random.choice(("train", "train", "accumulate")), *maybe(0.25, "train")]
         program += [*maybe(0.2 if drops else 0.0, "drop"), *maybe(0.3, "clip 1", "clip 2", "clip 3", "clip inf")]
-        program += maybe(0.1, *PLANS)
-        program += ["step", *maybe(0.1, *PLANS), random.choice(("zero", "zero in place"))]
-        program += [*maybe(0.4, "schedule"), *maybe(0.2, "reload"), *maybe(0.15, "edit"), *maybe(0.3, *PLANS)]
+        program += ["step", *maybe(0.9, "zero", "zero in place")]
+        program += [*maybe(0.4, "schedule"), *maybe(0.2, "reload"), *maybe(0.15, "edit")]
     return (*program, *maybe(0.15, "unwrap"))
 
 
@@ -251,10 +247,6 @@ def edit(t: Training, _found: Observation) -> None:
     t.parameters[-1].mul_(0.75)
 
 
-def change_plan(t: Training, _found: Observation, cap_mib: float) -> None:
-    replace_plan(t.model, cap_mib)
-
-
 ACTIONS: dict[str, Callable[[Training, Observation], Any]] = {
     "train": train,
     "accumulate": partial(train, is_accumulated=True),
@@ -268,7 +260,6 @@ ACTIONS: dict[str, Callable[[Training, Observation], Any]] = {
     "schedule": lambda t, _: [schedule.step() for schedule in t.schedules],
     "reload": lambda t, _: t.each(lambda optimizer: optimizer.load_state_dict(optimizer.state_dict())),
     "unwrap": lambda t, _: t.model.unwrap(),
-    **{name: partial(change_plan, cap_mib=cap_mib) for name, cap_mib in PLANS.items()},
 }
 
 

@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import GradientAllReduce
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
-from ddp_compile.runtime.sharded.state import State
+
 
 Ranks = Callable[[int], RankPool]
 
@@ -179,10 +179,10 @@ def waits_of_calls() -> list[str]:
     waiting = []
     for step, (name, call) in enumerate(calls.items()):
         plain(model, optimizer, step)
-        assert {bucket.state for bucket in model.comm_algorithm.buckets} == {State.GATHERING}
+        assert {bucket.is_gathering for bucket in model.comm_algorithm.buckets} == {True}
         call()
-        states = {bucket.state for bucket in model.comm_algorithm.buckets}
-        waiting += [name] if states == {State.WHOLE} else []
+        states = {bucket.is_gathering for bucket in model.comm_algorithm.buckets}
+        waiting += [name] if states == {False} else []
         model.await_parameters()
     return waiting
 
@@ -261,7 +261,7 @@ def forward_in_order(backend: str, split: str) -> list[int | str]:
     def noted(indices: Any = None) -> None:
         wait(indices)
         with torch.profiler.record_function(
-            f"left {sum(bucket.state is State.GATHERING for bucket in algorithm.buckets)}"
+            f"left {sum(bucket.is_gathering for bucket in algorithm.buckets)}"
         ):
             pass
 
