@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, check_algorithm, refuse_gradients
-from ddp_compile.errors import RanksDifferError, ReplicationError, format_ranks, this_rank, with_article
+from ddp_compile.errors import RanksDifferError, ReplicationError, on_ranks, this_rank, with_article
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
@@ -94,7 +94,7 @@ def _compare_optimizers(
             )
     if different := ranks_unlike_rank_0("\n".join(what).encode(), process_group, device):
         raise RanksDifferError(
-            f"{this_rank()}: the optimizers have other states or settings on ranks {format_ranks(different)} than on"
+            f"{this_rank()}: the optimizers have other states or settings {on_ranks(different)} than on"
             " rank 0: after steps that some ranks have skipped, or learning rates that follow each rank's own steps."
             " Make the optimizers anew, and pass optimizers=[]; or set the same settings first"
         )

@@ -180,7 +180,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     def backward_begins(self) -> None:
         """See `Sharding.backward_begins`."""
-        self._gradients.make_way()
+        self._gradients.make_way(in_backward=True)
 
     def _whole_gradients(self, what: str) -> dict[int, Tensor]:
         gradients: dict[int, Tensor] = {}

@@ -119,9 +119,9 @@ class ShardedGradients:
                 self._parameters[index].grad = self._hidden[index]
                 self._in_place.add(index)
 
-    def make_way(self) -> None:
+    def make_way(self, in_backward: bool = False) -> None:
         """Before a forward, and at the first gradient of a backward: set ``.grad`` to None where it is hidden."""
-        self.take_edits()
+        self.take_edits(in_backward)
         for index in self._in_place:
             self._parameters[index].grad = None
         self._in_place.clear()
@@ -135,7 +135,7 @@ class ShardedGradients:
         parameter = self._parameters[hidden.number]
         if not torch_internals.is_accumulating_into(parameter):
             return False
-        self.make_way()
+        self.make_way(in_backward=True)
         parameter.grad = torch.empty_like(parameter).copy_(gradient.to_dense())
         return True
 
@@ -160,25 +160,29 @@ class ShardedGradients:
             self._in_place.difference_update(indices)
             self.reduced.difference_update(indices)
 
-    def take_edits(self) -> None:
+    def take_edits(self, in_backward: bool = False) -> None:
         """Apply to the pieces what users have done to hidden gradients: zeroed them, or set ``.grad`` to None.
+
+        Args:
+            in_backward: Whether AccumulateGrad may have added to what a user had set ``.grad`` to.
 
         Raises:
             ReplicationError: ``.grad`` was set to something else, which no step would see.
         """
         for index in list(self._in_place):
             hidden, gradient = self._hidden[index], self._parameters[index].grad
-            if gradient is not None and gradient is not hidden:
+            is_gone = gradient is None or (in_backward and gradient is not hidden)
+            if not is_gone and gradient is not hidden:
                 raise ReplicationError(
                     f"{this_rank()}: .grad of {hidden.fqn} was set after a backward had reduced it to shards, where no"
                     " step would see it. Change gradients before they are reduced, by hooks on the parameter, or scale"
                     " those of optimizer.param_groups, which are this rank's parts; zero them with"
                     " optimizer.zero_grad() or model.zero_grad()"
                 )
-            if (gradient is None or hidden.is_zeroed) and index in self.pieces:
-                self.pieces[index].zero(set_to_none=gradient is None)
+            if (is_gone or hidden.is_zeroed) and index in self.pieces:
+                self.pieces[index].zero(set_to_none=is_gone)
             hidden.is_zeroed = False
-            if gradient is None:
+            if is_gone:
                 self._in_place.remove(index)
                 self.reduced.remove(index)
 

@@ -340,7 +340,21 @@ def test_one_has_no_plural(count: int, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["a Linear", "an OptimizedModule", "an FSDPModule", "an MLP", "a DDP", "a UNet", "an int", "a list", "a X"]
+    "said",
+    [
+        "a Linear",
+        "an OptimizedModule",
+        "an FSDPModule",
+        "an MLP",
+        "a DDP",
+        "a UNet",
+        "an int",
+        "a list",
+        "an X",
+        "a UserModel",
+        "an Mlp",
+        "an Uncle",
+    ],
 )
 def test_the_article_is_the_one_that_is_spoken(said: str) -> None:
     assert with_article(said.split()[1]) == said

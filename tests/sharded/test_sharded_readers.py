@@ -10,14 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
+from oracle import WIDTH, batch, equal_on_all_ranks, in_a_child, late_rank, make, plain, said_by
 from rank_pool import RankPool
-from test_sharded_optimizer import WIDTH, batch, plain
-from test_sharded_parameters import equal_on_all_ranks, in_a_child, late_rank, make
-from test_sharded_refusals import said_by
 from torch import Tensor, nn
 
 from ddp_compile import ReductionError
-
 
 Ranks = Callable[[int], RankPool]
 
