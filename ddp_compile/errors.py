@@ -26,8 +26,11 @@ def number_of(count: int, what: str) -> str:
 
 
 def with_article(name: str) -> str:
-    """A name for a message, with its article: ``"a Linear"``, ``"an OptimizedModule"``, ``"an MLP"``."""
-    vowels = "AEFHILMNORSX" if name[1:2].isupper() else "AEIOUaeiou"
+    """A name for a message, with its article: ``"a UserModel"``, ``"an OptimizedModule"``, ``"an Mlp"``."""
+    begins_a_word = name[0] in "AEIOU" or any(letter in "aeiouy" for letter in name[1:3])
+    is_spelled_out = name[0].isupper() and (name[1:2].isupper() or not begins_a_word)
+    sounds_like_you = name[:3].lower() in ("eur", "une", "uni", "use", "usu", "uti")
+    vowels = "AEFHILMNORSX" if is_spelled_out else "" if sounds_like_you else "AEIOUaeiou"
     return f"{'an' if name[0] in vowels else 'a'} {name}"
 
 

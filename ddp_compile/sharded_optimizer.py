@@ -1,11 +1,11 @@
-"""``shard_optimizer``: each rank keeps the states of its part of the parameters, and steps that part."""
+"""``shard_optimizer``: each rank keeps the optimizer states of its part of the parameters and steps that part."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn, optim
@@ -13,7 +13,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError, ReplicationError, format_ranks, shorten_names, this_rank, with_article
+from ddp_compile.errors import (
+    RanksDifferError,
+    ReplicationError,
+    number_of,
+    on_ranks,
+    shorten_names,
+    this_rank,
+    with_article,
+)
 from ddp_compile.features.algorithm_switch import set_comm_algorithm
 from ddp_compile.features.compatibility import Feature
 from ddp_compile.module.mixin import ReplicatedModule, state_of
@@ -23,7 +31,7 @@ from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 from ddp_compile.runtime.sharded.owners import Owners, choose_owners
 
-OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+OptimizersT = TypeVar("OptimizersT", bound=Optimizer | Sequence[Optimizer])
 
 # Their effect on an element depends on that element's values alone, and on settings.
 _ELEMENTWISE = (
@@ -47,36 +55,8 @@ _BY_NAME = {
 }
 
 
-@overload
 def shard_optimizer(
-    optimizer: OptimizerT,
-    model: nn.Module,
-    *,
-    elementwise: bool = ...,
-    placement: Literal["auto", "whole"] = ...,
-    cost: Callable[[Parameter], float] | None = ...,
-    allow_uneven: bool = ...,
-    master_weights: bool = ...,
-    overlap: bool = ...,
-) -> OptimizerT: ...
-
-
-@overload
-def shard_optimizer(
-    optimizer: Sequence[Optimizer],
-    model: nn.Module,
-    *,
-    elementwise: bool = ...,
-    placement: Literal["auto", "whole"] = ...,
-    cost: Callable[[Parameter], float] | None = ...,
-    allow_uneven: bool = ...,
-    master_weights: bool = ...,
-    overlap: bool = ...,
-) -> list[Optimizer]: ...
-
-
-def shard_optimizer(
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: OptimizersT,
     model: nn.Module,
     *,
     elementwise: bool = False,
@@ -85,15 +65,15 @@ def shard_optimizer(
     allow_uneven: bool = False,
     master_weights: bool = False,
     overlap: bool = True,
-) -> Any:
-    """Let each rank keep the states of its part of the parameters and step that part alone.
+) -> OptimizersT:
+    """Let each rank keep the states of its part of the parameters and step only that part.
 
     Backwards reduce each bucket to the ranks that step it, ``optimizer.step()`` steps this rank's part, and the other
-    ranks' parts arrive during the next forward; as many bytes travel as with an all-reduce. It is the same training, to
-    rounding. The optimizer stays the same object, with its groups, settings and schedulers. From the end of the first
-    backward on its groups hold this rank's part of the parameters, and ``.grad`` of the model's parameters raises when
-    it is read: clip with ``model.clip_grad_norm_()``, look with ``model.full_gradients()``. Call it on every rank,
-    between two steps, before or after schedulers are made::
+    ranks' parts arrive during the next forward; as many bytes are sent as by an all-reduce. The training is the same,
+    up to rounding. The optimizer stays the same object, with its groups, settings and schedulers. After the first
+    backward its groups hold this rank's part of the parameters, and reading ``.grad`` of the model's parameters raises:
+    clip with ``model.clip_grad_norm_()``, read with ``model.full_gradients()``. Call it on every rank, between two
+    steps, before or after schedulers are made::
 
         model = ddp_compile(model)
         optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
@@ -103,15 +83,15 @@ def shard_optimizer(
         muon, adamw = shard_optimizer([torch.optim.Muon(matrices), torch.optim.AdamW(others)], model)
 
     Optimizers that work element by element get one-dimensional pieces of parameters. The others get whole parameters:
-    each has one owner, the rank that steps it. Owners are chosen so that all ranks have about as much to do.
+    each has one owner, the rank that steps it. Owners are chosen so that the ranks have about the same work.
 
-    ``optimizer.state_dict()``, on every rank at once, has the format of an optimizer that is not sharded, on the CPU;
-    ``load_state_dict()`` takes it, from any number of ranks. ``model.unwrap()`` and ``model.set_comm_algorithm()`` undo
-    it.
+    ``optimizer.state_dict()``, called on every rank, returns whole states on the CPU, in the format of an optimizer
+    that is not sharded; ``load_state_dict()`` takes that format, from any number of ranks. ``model.unwrap()`` and
+    ``model.set_comm_algorithm()`` undo the sharding.
 
     Args:
-        optimizer: One, or several that hold all parameters together, each parameter in one. They hold every parameter
-            that the model reduces, and maybe others of the model, such as frozen ones. Known are those of torch that
+        optimizer: One, or a list of several, which together hold every parameter that the model reduces, each in one of
+            them. They may hold other parameters of the model, such as frozen ones. Known are torch's optimizers that
             work element by element (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD),
             and Muon and Adafactor, which get whole parameters.
         model: Returned by ``ddp_compile``, with the default algorithm.
@@ -121,21 +101,20 @@ def shard_optimizer(
             parameter, its gradient and its states. They get whole parameters.
         cost: The cost of a step of a parameter, by which owners are chosen; the same on every rank. By default the
             floating-point operations of the Newton-Schulz iteration for Muon, and the number of elements otherwise.
-        allow_uneven: Log a warning instead of an error if a rank would own no parameter, as there are more ranks than
-            whole parameters, or if one parameter costs more than all others together and so sets the time of a step.
+        allow_uneven: Log a warning instead of raising if there are more ranks than whole parameters, or if one
+            parameter costs more than all others together and so determines the time of a step.
         master_weights: Step parameters of bfloat16 and float16 in float32, by a copy of this rank's part.
-        overlap: Let parameters arrive after ``step()`` has returned. A few kinds of reads cannot be noticed then, and
-            need ``model.await_parameters()`` first: docs/sharded_optimizer.md lists them. False: the last optimizer's
+        overlap: Let parameters arrive after ``step()`` has returned. A few kinds of reads are not noticed then and need
+            ``model.await_parameters()`` first: docs/sharded_optimizer.md lists them. If False, the last optimizer's
             step returns when all parameters are complete.
 
     Returns:
-        ``optimizer`` itself; a list of them if there are several.
+        ``optimizer`` itself, so the list if there are several.
 
     Raises:
         TypeError: Not an optimizer.
         ValueError: ``placement`` is not known, or contradicts ``elementwise``.
-        ReplicationError: The optimizer or the model is not of the kind above, or owners would have uneven work; says
-            what to do.
+        ReplicationError: The optimizer or the model is not of the kind above, or owners would have uneven work.
         RanksDifferError: On every rank, if the ranks' optimizers have other settings or parameters.
     """
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -168,9 +147,9 @@ def shard_optimizer(
             raise refusal
         if different:
             raise RanksDifferError(
-                f"{this_rank()}: the optimizers that are to be sharded have other settings, costs, or order of"
-                f" parameters, on ranks {format_ranks(different)} than on rank 0, or are refused there, or"
-                " shard_optimizer was not called there; make the same call on every rank"
+                f"{this_rank()}: {on_ranks(different)}, the optimizers to be sharded have other settings, costs or"
+                " order of parameters than on rank 0, or are refused, or shard_optimizer was not called; make the same"
+                " call on every rank"
             )
     for of_optimizer in owners:
         of_optimizer.warn_if_uneven()
@@ -186,14 +165,15 @@ def shard_optimizer(
         for each in optimizers
     ]
     set_comm_algorithm(state, _Sharded(pieces, _names_of_reduced(state), owners, master_weights, overlap), None)
-    return optimizers if isinstance(optimizer, list | tuple) else optimizer
+    return optimizer
 
 
 def _objection_to_moving(model: nn.Module | None) -> str:
-    """Name the trained parameters whose memory is shared; after they move into flat buffers it would not be.
+    """Name the trained parameters whose memory is shared, which a move into flat buffers would undo.
 
-    Empty if none is, or if the model is gone. Attributes of modules that are no buffers are not looked at:
-    ``torch.nn.utils.spectral_norm`` has one on the memory of a parameter, and makes it anew in each forward.
+    Returns:
+        Empty if none is, or if the model is gone. Plain attributes of modules are not checked:
+        ``torch.nn.utils.spectral_norm`` has one on the memory of a parameter, and renews it in each forward.
     """
     if model is None:
         return ""
@@ -203,14 +183,14 @@ def _objection_to_moving(model: nn.Module | None) -> str:
         shared = _on_one_storage(model, named)
     if shared:
         return (
-            f"parameters lie in one storage, and would not any more: {'; '.join(map(', '.join, shared))}."
+            f"parameters share a storage, which sharding would undo: {'; '.join(map(', '.join, shared))}."
             " Register one Parameter in both places, or give each memory of its own: p.data = p.data.clone()"
         )
     if between_processes := [name for name, p in named if p.device.type == "cpu" and p.is_shared()]:
         return (
-            "parameters lie in memory that other processes share (share_memory(), or a model passed to a process), and"
-            f" would not any more: {shorten_names(between_processes)}. Give each memory of its own,"
-            " p.data = p.data.clone(), and let other processes have a copy of the model, written after steps:"
+            "parameters lie in memory that other processes share (share_memory(), or a model passed to a process),"
+            f" which sharding would undo: {shorten_names(between_processes)}. Give each memory of its own,"
+            " p.data = p.data.clone(), and give other processes a copy of the model, which you update after steps:"
             " copy.load_state_dict(model.state_dict())"
         )
     return ""
@@ -260,7 +240,7 @@ def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
 
 
 def _in_full(value: Any) -> Any:
-    """The same with lists instead of tensors, of which ``repr`` would show four digits."""
+    """Replace tensors by lists, since ``repr`` shows only four digits of a tensor."""
     if isinstance(value, Tensor):
         return "tensor", str(value.dtype), value.tolist()
     if isinstance(value, Mapping):
@@ -277,7 +257,7 @@ def _owners_of(
     world_size: int,
     cost: Callable[[Parameter], float] | None,
 ) -> list[Owners]:
-    """Owners for the optimizers that need whole parameters; together for those whose costs have one unit."""
+    """Choose owners for the optimizers that need whole parameters, jointly for those whose costs have the same unit."""
     whole: dict[Any, list[Optimizer]] = {}
     for each in optimizers:
         if type(each) in _WHOLE or not (type(each) in _ELEMENTWISE or elementwise):
@@ -293,8 +273,8 @@ def _refuse_arguments(optimizers: Sequence[object], elementwise: bool, placement
         raise ValueError("optimizer=[] has no optimizer; pass one, or several in a list")
     if placement not in ("auto", "whole") or (placement == "whole" and elementwise):
         raise ValueError(
-            f"placement={placement!r} with elementwise={elementwise}: pass 'whole' for optimizers that need whole"
-            " parameters, or elementwise=True for those that work element by element, or leave both out"
+            f"placement={placement!r} with elementwise={elementwise}: pass placement='whole' for optimizers that need"
+            " whole parameters, elementwise=True for those that work element by element, or neither"
         )
 
 
@@ -304,24 +284,24 @@ def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, whole: bool) -> N
         raise ReplicationError(f"{this_rank()}: this {name} is sharded already; shard it once, for one model")
     if name in _BY_NAME:
         raise ReplicationError(
-            f"{this_rank()}: {name} cannot be sharded, since it {_BY_NAME[name]}; train with it as it is, or shard an"
-            " optimizer that treats elements or parameters one by one, such as AdamW or Muon"
+            f"{this_rank()}: {name} cannot be sharded, since it {_BY_NAME[name]}; do not shard it, or shard one that"
+            " treats elements or parameters one by one, such as AdamW or Muon"
         )
     for group in optimizer.param_groups if isinstance(optimizer, optim.Adafactor) else ():
         if group["eps"][0] is None and len({parameter.dtype for parameter in group["params"]}) > 1:
             raise ReplicationError(
-                f"{this_rank()}: {name} with eps={group['eps']} takes the first epsilon of a group from the dtype of"
-                " its first parameter (torch 2.13), which is another one on each rank, and a group has parameters of"
+                f"{this_rank()}: {name} with eps={group['eps']} derives a group's first epsilon from the dtype of the"
+                " group's first parameter (torch 2.13), which differs between the ranks if a group has parameters of"
                 " several dtypes; pass a number, eps=(1e-7, 1e-3), or make a group for each dtype"
             )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ReplicationError(f"{this_rank()}: a {name} with differentiable=True cannot be sharded; leave that out")
+        raise ReplicationError(f"{this_rank()}: {name} with differentiable=True cannot be sharded; leave that out")
     if type(optimizer) not in (*_ELEMENTWISE, *_WHOLE) and not (elementwise or whole):
         raise ReplicationError(
-            f"{this_rank()}: whether {type(optimizer).__module__}.{name} works element by element is not known; pass"
-            " elementwise=True if what it does to an element depends on nothing but that element's parameter, gradient"
-            " and states, placement='whole' if it needs whole parameters and treats them one by one, or train with it"
-            " as it is"
+            f"{this_rank()}: whether {type(optimizer).__module__}.{name} works element by element is unknown; pass"
+            " elementwise=True if its effect on an element depends only on that element's parameter, gradient and"
+            " states, or placement='whole' if it needs whole parameters and treats them one by one; otherwise do not"
+            " shard it"
         )
 
 
@@ -329,9 +309,9 @@ def _refuse_model(model: nn.Module, state: Any) -> None:
     state.refuse_if_excluded(Feature.SHARDED_OPTIMIZER, "a sharded optimizer")
     if objection := _objection_to_moving(model):
         raise ReplicationError(f"{this_rank()}: {objection}")
-    if present := [parameter for parameter in state.reducer.parameters if parameter.grad is not None]:
+    if present := sum(parameter.grad is not None for parameter in state.reducer.parameters):
         raise ReplicationError(
-            f"{this_rank()}: {len(present)} parameters have gradients, which are no shards; call shard_optimizer"
+            f"{this_rank()}: shard_optimizer was called while {number_of(present, 'parameter')} had a gradient; call it"
             " between two steps, after zero_grad()"
         )
 
@@ -342,18 +322,19 @@ def _refuse_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, str]
     )
     if foreign := len(number_of_optimizers.keys() - names.keys()):
         raise ReplicationError(
-            f"{this_rank()}: the optimizer has {foreign} parameters that the model does not have; make optimizers of"
-            " model.parameters(), and another one for the rest"
+            f"{this_rank()}: the optimizer has {number_of(foreign, 'parameter')} outside of the model; make"
+            " optimizers of model.parameters(), and another one for the rest"
         )
     if twice := [names[parameter] for parameter, count in number_of_optimizers.items() if count > 1]:
         raise ReplicationError(
-            f"{this_rank()}: more than one optimizer has the parameters {shorten_names(twice)}; leave each in one"
+            f"{this_rank()}: in more than one optimizer: {shorten_names(twice)}; leave each parameter in one"
         )
     if missing := [names[id(parameter)] for parameter in reduced if id(parameter) not in number_of_optimizers]:
         raise ReplicationError(
-            f"{this_rank()}: the model reduces parameters that the optimizer does not have: {shorten_names(missing)}."
-            " Put all of them into one optimizer, or pass all optimizers as a list, shard_optimizer([first, second],"
-            " model); or freeze the others before ddp_compile, or name them in parameters_to_ignore"
+            f"{this_rank()}: missing in the optimizer, although the model reduces their gradients:"
+            f" {shorten_names(missing)}. Put all parameters into one optimizer, or pass all optimizers as a list,"
+            " shard_optimizer([first, second], model); or freeze the others before ddp_compile, or name them in"
+            " parameters_to_ignore"
         )
     of_model = set(map(id, reduced))
     for each in optimizers:

@@ -111,6 +111,7 @@ from ddp_compile.torch_internals.tensors import (
     key_of_storage,
     local_tensor,
     local_tensors,
+    map_leaves,
     may_hide_tensors,
     num_bytes_hint,
     num_references,

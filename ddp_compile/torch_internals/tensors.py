@@ -195,6 +195,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in _leaves_in(value) if isinstance(leaf, Tensor))
 
 
+def map_leaves(kind: type | tuple[type, ...], function: Callable[[Any], Any], values: Any) -> Any:
+    """The same pytree with the results of ``function`` in place of its leaves of this kind."""
+    return pytree.tree_map_only(kind, function, values)
+
+
 def may_hide_tensors(value: Any) -> bool:
     """Whether `tensors_in` may miss some: the pytree holds an object whose class it does not know."""
     return not all(isinstance(leaf, _WITHOUT_HIDDEN_TENSORS) for leaf in _leaves_in(value))

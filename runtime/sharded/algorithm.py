@@ -23,20 +23,19 @@ from ddp_compile.runtime.comm.transfers import objection_to_messages
 from ddp_compile.runtime.sharded.bucket import ShardedBucket
 from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.gradients import ShardedGradients, norm_over_ranks
-from ddp_compile.runtime.sharded.joint_step import JointStep
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 from ddp_compile.runtime.sharded.owners import Owners
-from ddp_compile.runtime.sharded.reader import ParameterReader
+from ddp_compile.runtime.sharded.parameters import ShardedParameters
 from ddp_compile.runtime.sharded.transfers import ReducedShard, ShardTransfers
 
 
 class ShardedAlgorithm(CommAlgorithm, Sharding):
     """Reduces each bucket to one shard for each rank, whose optimizers step the pieces of parameters in that shard.
 
-    After all optimizers with a parameter in a bucket have stepped, its parameters are gathered, see `JointStep`.
-    `ParameterReader` waits for them before they are read.
+    `ShardedParameters` gathers what they have stepped.
 
     Args:
+        process_group: The ranks that the gradients are averaged over.
         optimizers: Each reduced parameter is in one of them.
         names: Of the reduced parameters, in registration order.
         owners: Of the optimizers that step whole parameters.
@@ -79,8 +78,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         """See `CommAlgorithm.objection`."""
         if any(map(torch_internals.is_dtensor, parameters.values())):
             return (
-                "a sharded optimizer takes no DTensors, of which a rank has a part already; use fully_shard for these"
-                " modules, or leave the optimizer as it is"
+                "a sharded optimizer takes no DTensors, which are divided among ranks already; use fully_shard for"
+                " these modules, or do not shard the optimizer"
             )
         if self.owners:
             device = next(iter(parameters.values())).device
@@ -100,20 +99,22 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._num_elements = sum(parameter.numel() for parameter in self._parameters)
         self._gradients = ShardedGradients(self._parameters, self._names)
         self._transfers = ShardTransfers(gathers, gradients, device)
-        self._reader = ParameterReader(self._parameters, self._overlaps)
-        self._step = JointStep(self._optimizers, self._reader, self._gradients)
+        self._sharded = ShardedParameters(
+            self._parameters, self._optimizers, self._gradients, self._transfers, self._overlaps
+        )
         for optimizer in self._optimizers:
-            optimizer.attach(self._step, self._reader, self._gradients, self._transfers)
+            optimizer.attach(self._sharded)
 
     def detach(self, together: bool) -> None:
         """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
+        gradients: dict[int, Tensor] = {}
         if together:
             self.refuse_missing_steps()
-        gradients: dict[int, Tensor] = {}
+            self._gradients.take_edits()
         try:
-            self._reader.wait()
+            self._sharded.wait()
             if together and self.buckets:
-                gradients = self._whole_gradients("giving back what is sharded")
+                gradients = self._whole_gradients("undoing shard_optimizer")
         except BaseException:
             for optimizer in self._optimizers:
                 optimizer.detach(together=False)  # the other ranks may be gone
@@ -122,19 +123,19 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             optimizer.detach(together)
         for bucket in self.buckets:
             bucket.leave()
-        self._gradients.replace(gradients)
-        self._reader.buckets = ()
+        self._gradients.give_back(gradients)
+        self._sharded.buckets = ()
         if together:
             close_groups(self._own_groups, self._process_group, self._parameters[0].device)
 
     def refuse_missing_steps(self) -> None:
         """See `Sharding.refuse_missing_steps`."""
-        self._step.refuse_missing_steps()
+        self._sharded.refuse_missing_steps()
 
     @property
     def buckets(self) -> Sequence[ShardedBucket]:
         """In plan order; none before the end of the first backward."""
-        return self._reader.buckets
+        return self._sharded.buckets
 
     # Gradients.
 
@@ -149,30 +150,25 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         """Add to ``.grad`` of each piece its part of the mean, and hide the gradients of the parameters."""
         if not self.buckets:
             self._shard(buckets)
-        self._step.refuse_half_a_step()  # with weights half stepped, each rank would have computed with others
+        self._sharded.refuse_half_a_step()  # the ranks would have computed with different, half-stepped weights
         shards = {index: _shard_of(bucket) for bucket in launched for index in bucket.param_indices}
         reduced = shards.keys() - untouched
         for optimizer in self._optimizers:
-            optimizer.refuse_stale(reduced)
-        for optimizer in self._optimizers:
             optimizer.accumulate(shards, reduced)
-        self._gradients.show(reduced)
+        self._gradients.hide(reduced)
 
     def _shard(self, buckets: Sequence[Bucket]) -> None:
+        """Move the parameters into flat buffers, and let the optimizers step this rank's pieces."""
         for optimizer in self._optimizers:
             if objection := optimizer.objection_of_all("the first backward with a sharded optimizer"):
                 raise ReplicationError(objection)
-        self._lay_out(buckets)
+        # The parameters are read here and then freed, and may have been allocated on another stream.
+        streams.used_here([parameter.detach() for parameter in self._parameters])
+        sharded = tuple(ShardedBucket(bucket, self._transfers, self._master_weights) for bucket in buckets)
+        self._sharded.buckets = sharded
+        self._gradients.pieces = {piece.index: piece for bucket in sharded for piece in bucket.pieces}
         for optimizer in self._optimizers:
-            optimizer.shard(self.buckets)
-
-    def _lay_out(self, buckets: Sequence[Bucket]) -> None:
-        """Move the parameters into the flat buffers of these buckets, and have other pieces."""
-        shared = self._transfers, self._master_weights
-        # They are read here and then freed, and may have been allocated on another stream.
-        streams.used_here([bucket.flat for bucket in self.buckets] or [p.detach() for p in self._parameters])
-        self._reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
-        self._gradients.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
+            optimizer.shard(sharded)
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """See `Sharding.zero_gradients`."""
@@ -180,11 +176,11 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     def record_into(self, records: NoRecords) -> None:
         """See `Sharding.record_into`."""
-        self._reader.records = records
+        self._sharded.records = records
 
     def backward_begins(self) -> None:
         """See `Sharding.backward_begins`."""
-        self._gradients.before_backward()
+        self._gradients.make_way(in_backward=True)
 
     def _whole_gradients(self, what: str) -> dict[int, Tensor]:
         gradients: dict[int, Tensor] = {}
@@ -200,14 +196,14 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         if not self.buckets:
             return super().clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         self._gradients.before_reading("model.clip_grad_norm_()")
-        self._step.end_left_out()  # its gathers come first on all ranks, whether or not they have read since
-        pieces = [piece.stepped for piece in self._gradients.pieces]
+        self._sharded.end_left_out()  # first, so that its gathers come in the same place on all ranks
+        pieces = [piece.stepped for piece in self._gradients.pieces.values()]
         with self._transfers.on_every_rank("model.clip_grad_norm_()"):
             total = norm_over_ranks(pieces, float(norm_type), self._parameters, self._transfers)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"{this_rank()}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"
-                " cannot be clipped; look for what is not finite, or pass error_if_nonfinite=False"
+                " cannot be clipped; find what is not finite, or pass error_if_nonfinite=False"
             )
         clip_grads_with_norm_(pieces, max_norm, total)
         return total
@@ -217,7 +213,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         if not self.buckets:
             return super().full_gradients(named)
         self._gradients.before_reading("model.full_gradients()")
-        self._step.end_left_out()  # as in `clip_grad_norm_`
+        self._sharded.end_left_out()  # as in `clip_grad_norm_`
         gradients = self._whole_gradients("model.full_gradients()")
         return {self._names[index]: gradients[index] for index in sorted(gradients)}
 
@@ -225,29 +221,28 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     def await_parameters(self, indices: Sequence[int] | None = None) -> None:
         """See `Sharding.await_parameters`."""
-        self._reader.wait(indices)
+        self._sharded.wait(indices)
 
     def before_forward(self, synchronize: bool) -> None:
         """See `CommAlgorithm.before_forward`."""
-        self._reader.before_forward()
-        self._gradients.take_edits()
-        self._gradients.remove()
+        self._sharded.before_forward()
+        self._gradients.make_way()
 
     def forward_ends(self, as_one_graph: bool, has_waited: bool) -> None:
         """See `Sharding.forward_ends`."""
         if not torch_internals.is_inside_backward():  # in a checkpoint: its backward has begun
-            self._gradients.forward_ends()
-        self._reader.after_forward(as_one_graph, has_waited)
+            self._gradients.hide()
+        self._sharded.after_forward(as_one_graph, has_waited)
 
     def explain(self) -> list[str]:
         """See `Sharding.explain`."""
         if not self.buckets:
             return ["the optimizer is sharded at the end of the first backward"]
-        own = sum(piece.end - piece.begin for piece in self._gradients.pieces)
+        own = sum(piece.end - piece.begin for piece in self._gradients.pieces.values())
         when = "before each forward, as it is not one compiled graph"
         if not self._overlaps:
             when = "in step(), by overlap=False"
-        elif self._reader.has_overlapped:
+        elif self._sharded.has_overlapped:
             when = "part by part"
         return [
             f"this rank steps {own} of {self._num_elements} elements; gathered parameters are waited for {when}",

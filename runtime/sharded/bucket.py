@@ -19,22 +19,21 @@ from ddp_compile.runtime.buckets.gradient_views import with_own_storage
 from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.transfers import Transfer
 from ddp_compile.runtime.sharded.gradients import GradientShard
-from ddp_compile.runtime.sharded.state import TABLE, Event, State
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """The part of one parameter that this rank keeps. Rank 0 has the parameters without elements that nobody owns.
+    """The part of one parameter that this rank steps. Rank 0 has the empty parameters that nobody owns.
 
     Args:
         index: Number of the parameter.
-        begin: Its first element, counted in the order of the parameter's memory.
+        begin: The piece's first element, counted in the order of the parameter's memory.
         end: The element after its last one.
-        in_shard: Place of its first element in the reduced gradients that this rank keeps.
-        in_flat: Place of its first element in the flat buffer.
-        stepped: What the optimizer steps instead of the parameter: a view of the flat buffer, or a copy in float32. Of
-            a parameter that is cut, shape (end - begin,), or () if the parameter's is (); the owner has its shape.
+        in_shard: Offset of the first element in this rank's reduced gradients.
+        in_flat: Offset of the first element in the flat buffer.
+        stepped: What the optimizer steps instead of the parameter: a view of the flat buffer, or a copy in float32. It
+            has the parameter's shape for an owner, else shape (end - begin,), or () if the parameter has that shape.
     """
 
     index: int
@@ -44,12 +43,8 @@ class Piece:
     in_flat: int
     stepped: Parameter
 
-    def of_shard(self, shard: Tensor) -> Tensor:
-        """Its part of what this rank keeps of a flat buffer."""
-        return shard[self.in_shard :].as_strided(self.stepped.shape, self.stepped.stride())
-
-    def of_flat(self, flat: Tensor) -> Tensor:
-        """Its part of a tensor like the flat buffer."""
+    def view_of_flat(self, flat: Tensor) -> Tensor:
+        """This piece's view into a tensor like the flat buffer."""
         return flat[self.in_flat :].as_strided(self.stepped.shape, self.stepped.stride())
 
     @property
@@ -59,8 +54,8 @@ class Piece:
         return None if gradient is None else gradient.as_subclass(Tensor)
 
     def accumulate(self, shard: Tensor, unscaled: Callable[[Tensor], None]) -> None:
-        """Set ``.grad`` to its part of a reduced shard, shape (n,) on memory of its own, or add that to it."""
-        gradient = self.of_shard(shard)
+        """Add this piece's part of a reduced shard, shape (n,), to ``.grad``, which becomes a view if it was None."""
+        gradient = shard[self.in_shard :].as_strided(self.stepped.shape, self.stepped.stride())
         if self.stepped.grad is None:
             self.stepped.grad = GradientShard.of(gradient.to(self.stepped.dtype), unscaled)
         else:
@@ -68,7 +63,7 @@ class Piece:
                 self.stepped.grad.add_(gradient)
 
     def zero(self, set_to_none: bool) -> None:
-        """As ``zero_grad``."""
+        """Like ``zero_grad``, for this piece."""
         if set_to_none or self.stepped.grad is None:
             self.stepped.grad = None
         else:
@@ -76,20 +71,19 @@ class Piece:
 
 
 class ShardedBucket:
-    """The flat buffer that the parameters of a bucket lie in from now on, and this rank's shard of it.
+    """Moves the parameters of a bucket into a flat buffer, of which each rank steps one shard.
 
-    Gradients are cut into the same shards. Each parameter stays the same object, with a storage of its own on the
-    buffer's memory, so that compilers and ``torch.save`` see separate tensors. A gather writes that memory.
+    Gradients are cut into the same shards. Each parameter stays the same object and gets a storage of its own on the
+    buffer's memory, so compilers and ``torch.save`` see separate tensors. A gather writes that memory.
     """
 
     def __init__(self, bucket: Bucket, transfers: ShardTransfers, master_weights: bool) -> None:
         self.spec = bucket.spec
         self.parameters = bucket.parameters
         self.param_indices = bucket.param_indices
-        self.state = State.WHOLE  #: only to be read
         self._transfers = transfers
         self._call_by_name = bucket.call_by_name
-        self._gather = Transfer()
+        self._gather: Transfer | None = None  # of the last step, until something has waited for it
         self._gathered: streams.Event | None = None
         self._lock = threading.RLock()
         element_size = self.parameters[0].element_size()
@@ -141,7 +135,7 @@ class ShardedBucket:
         return Piece(index, begin, end, in_shard, in_flat, Parameter(stepped))
 
     def name_of(self, index: int) -> str:
-        """Name of the parameter of this number."""
+        """Name of a parameter."""
         return self.spec.gradients[self._position(index)].fqn
 
     def has_owner(self, index: int) -> bool:
@@ -153,14 +147,15 @@ class ShardedBucket:
 
     # A step.
 
-    def on(self, event: Event) -> None:
-        """Take note of an event; nothing else changes the state."""
-        self.state = TABLE[self.state, event]
+    @property
+    def is_gathering(self) -> bool:
+        """Whether the other ranks' shards are on their way, and nothing has waited for them."""
+        return self._gather is not None
 
     def take_edits(self) -> None:
-        """Before a step: let pieces start from what users have written into the parameters.
+        """Before a step, update the pieces to what users have written into the parameters.
 
-        A parameter that was given other memory (``.data = ...``) is copied into its place, and lies there again.
+        A parameter that was given other memory (``.data = ...``) is copied back into the flat buffer.
 
         Raises:
             ParametersChangedError: A parameter has another dtype, device or shape.
@@ -186,17 +181,16 @@ class ShardedBucket:
                 self._addresses[i] = parameter.data_ptr()
         with torch.no_grad():
             for piece in self._copied_pieces:
-                low = piece.of_flat(self.flat)
+                low = piece.view_of_flat(self.flat)
                 is_same = piece.stepped.to(low.dtype) == low
                 piece.stepped.copy_(torch.where(is_same, piece.stepped, low.to(self.stepped_dtype)))
 
     def gather(self, stepped: Set[int]) -> Transfer:
-        """Start to give all ranks what this one has stepped; ``stepped`` are the parameters that may have changed."""
+        """Start to send this rank's shard to all ranks; ``stepped`` are the parameters that may have changed."""
         with torch.no_grad():
             for piece in self._copied_pieces:
-                piece.of_flat(self.flat).copy_(piece.stepped)
+                piece.view_of_flat(self.flat).copy_(piece.stepped)
         self._gather = self._call_by_name(self._transfers.all_gather, self.flat, self.cut)
-        self.on(Event.STEPPED)
         # Pieces have version counters of their own: without this, a backward that saved parameters before the step
         # would not notice that they have changed.
         pairs = zip(self.param_indices, self.parameters, strict=True)
@@ -210,68 +204,64 @@ class ShardedBucket:
             RuntimeError: The gather failed or timed out; each time.
         """
         with self._lock:  # a second thread that reads waits as well
-            if self.state is State.GATHERING:
+            if self._gather is not None:
                 self._gather.wait()
                 self._gathered = streams.record(self.flat.device)
-                self.on(Event.GATHERED)
+                self._gather = None
             elif self._gathered is not None:
                 self._gathered.wait()  # the gather may have held up another stream than this one
 
     # Conversions.
 
-    def _assemble(self, shards: Tensor) -> dict[int, Tensor]:
-        """For each parameter a new tensor of its shape and strides, from one that holds all shards, of any dtype."""
-        assembled = {}
-        for index, place, offset in zip(self.param_indices, self._layout.views, self._offsets, strict=True):
-            values = shards[offset : offset + place.numel()].clone()
-            assembled[index] = values.as_strided(place.shape, place.stride())
-        return assembled
-
     def gather_whole(
-        self, value_of: Callable[[Piece], Tensor | None], dtype: torch.dtype, device: torch.device | None = None
+        self, value_of: Callable[[Piece], Tensor | None], dtype: torch.dtype, device: torch.device
     ) -> dict[int, Tensor]:
-        """What the ranks have for their pieces, put together; to be called on every rank.
+        """Assemble whole tensors from the values that the ranks have for their pieces; called on every rank.
 
         Args:
             value_of: A tensor of the piece's shape, or None for zeros.
             dtype: Of the result.
-            device: Of the result; that of the parameters if None.
+            device: Of the result.
 
         Returns:
-            For each parameter a new tensor of its shape and strides.
+            For each parameter, by number, a new tensor of its shape and strides.
         """
         shards = torch.zeros_like(self.flat, dtype=dtype)
         with torch.no_grad():
             for piece in self.pieces:
                 if (value := value_of(piece)) is not None:
-                    piece.of_flat(shards).copy_(value)
+                    piece.view_of_flat(shards).copy_(value)
             self._transfers.all_gather(shards, self.cut).wait()
-            return self._assemble(shards if device is None else shards.to(device))
+        shards, assembled = shards.to(device), {}
+        for index, place, offset in zip(self.param_indices, self._layout.views, self._offsets, strict=True):
+            values = shards[offset : offset + place.numel()].clone()
+            assembled[index] = values.as_strided(place.shape, place.stride())
+        return assembled
 
     def whole_gradients(self) -> dict[int, Tensor]:
-        """A new tensor for each parameter that has a gradient on any rank; to be called on every rank."""
+        """A new tensor for each parameter that has a gradient on any rank; called on every rank."""
         present = torch.zeros(len(self.parameters), dtype=torch.int64, device=self.flat.device)
         for piece in self.pieces:
             if piece.stepped.grad is not None:
                 present[self._position(piece.index)] = 1
         self._transfers.all_reduce(present, dist.ReduceOp.MAX)
-        values = self.gather_whole(lambda piece: piece.gradient, self.flat.dtype)
+        values = self.gather_whole(lambda piece: piece.gradient, self.flat.dtype, self.flat.device)
         is_present = zip(self.param_indices, present.tolist(), strict=True)
         return {index: values[index] for index, any_has in is_present if any_has}
 
     def part_of(self, piece: Piece, value: Tensor) -> Tensor:
-        """A piece's elements of a tensor of its parameter's shape, a new tensor of the piece's shape and strides."""
+        """A piece's elements of a tensor of its parameter's shape, as a new tensor of the piece's shape."""
         place = self.place_of(piece.index)
         in_memory_order = torch.empty_like(place, dtype=value.dtype, device=value.device).copy_(value)
         part = in_memory_order.as_strided((place.numel(),), (1,))[piece.begin : piece.end].clone()
         return part.as_strided(piece.stepped.shape, piece.stepped.stride())
 
     def place_of(self, index: int) -> Tensor:
-        """A view of the flat buffer that has the shape of the parameter that lies there."""
+        """A parameter's view of the flat buffer."""
         return self._layout.views[self._position(index)]
 
     def leave(self) -> None:
-        """Give the parameters memory of their own again."""
+        """Move the parameters out of the flat buffer."""
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()

@@ -1,9 +1,9 @@
-"""Lets an optimizer step this rank's pieces of parameters, and convert their states."""
+"""An optimizer that steps this rank's pieces of parameters and converts their states."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,22 +15,24 @@ from torch.optim import Optimizer
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharded.checkpoint import PIECES
-from ddp_compile.runtime.sharded.gradients import WITNESS, GradientShard, ShardedGradients
-from ddp_compile.runtime.sharded.joint_step import JointStep
-from ddp_compile.runtime.sharded.reader import ParameterReader
+from ddp_compile.runtime.sharded.gradients import GradientShard
+from ddp_compile.runtime.sharded.parameters import ShardedParameters
 from ddp_compile.runtime.sharded.states import ShardedStates
-from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 
 class SteppedPieces:
-    """Lets an optimizer step this rank's pieces, bucket by bucket, and give whole parameters in its state_dict.
+    """Makes an optimizer step this rank's pieces, bucket by bucket, and return whole states from ``state_dict()``.
 
     It uses the optimizer's hooks, which every caller of ``optimizer.step()`` runs, such as a scheduler's wrapper or a
-    GradScaler. The hook before a step steps all buckets but the last, without hooks. Hooks of others run before the
-    first bucket is stepped, and after the last.
+    GradScaler. The hook before a step steps all buckets but the last, without hooks. Users' hooks run before the first
+    bucket is stepped, and after the last.
 
-    ``numbers`` are those of its reduced parameters, ``names`` the names of all, both by ``id``. ``objection`` returns
-    why the parameters cannot be moved into flat buffers: nothing, as an empty string, if they can.
+    Args:
+        optimizer: Stays the same object.
+        numbers: Those of its reduced parameters, by ``id``.
+        names: Of all its parameters, by ``id``.
+        is_stepped_by_bucket: Whether its ``step`` may be called once for each bucket.
+        objection: Returns why the parameters cannot be moved into flat buffers; empty if they can.
     """
 
     buckets: Sequence[ShardedBucket] = ()  #: those with a parameter of it, in the order in which they are stepped
@@ -53,8 +55,8 @@ class SteppedPieces:
         self._whole: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         self._fqns = [names[id(parameter)] for group in self._whole for parameter in group]
         self._names: list[list[str] | None] = [group.get("param_names") for group in optimizer.param_groups]
-        # A parameter without elements of each dtype, so that a GradScaler finds gradients on every rank, and asks all.
-        self._witnesses: Sequence[Piece] = ()
+        # Empty parameters, one of each dtype: with them a GradScaler finds gradients on every rank, and asks all.
+        self._witnesses: Sequence[Parameter] = ()
         self._params: list[list[Parameter]] = []  # of each group, witnesses too
         self._stepped: list[list[Parameter]] = []  # of each group, without witnesses
         self._params_of_bucket: list[list[list[Parameter]]] = []
@@ -67,11 +69,10 @@ class SteppedPieces:
         self._handles: list[Any] = []
         self._attributes: list[str] = []  # of the optimizer, that it has from here
 
-    def attach(
-        self, step: JointStep, reader: ParameterReader, gradients: ShardedGradients, transfers: ShardTransfers
-    ) -> None:
+    def attach(self, parameters: ShardedParameters) -> None:
         """Take over the optimizer's steps and states."""
-        self._step, self._reader, self._gradients, self._transfers = step, reader, gradients, transfers
+        self._parameters = parameters
+        self._gradients, self._transfers = parameters.gradients, parameters.transfers
         optimizer = self._optimizer
         never_traced = torch.compiler.disable(reason="what ddp_compile does around an optimizer's step")
         before = optimizer.register_step_pre_hook(never_traced(self._step_begins))
@@ -106,12 +107,12 @@ class SteppedPieces:
         self._attributes += attributes
 
     def objection_of_all(self, when: str) -> str:
-        """Why parameters or states cannot move into flat buffers, in the words of the first rank that objects.
+        """Why parameters cannot move into flat buffers, in the words of the first rank that objects.
 
         Returns:
             The same on every rank; empty if none objects.
         """
-        own = self._edit() or self._objection() or ("" if self._states is None else self._states.objection())
+        own = self._edit() or self._objection()
         with self._transfers.on_every_rank(when):
             of_all = self._transfers.objects_of_all(own)
         return next((f"rank {rank}: {objection}" for rank, objection in enumerate(of_all) if objection), "")
@@ -122,25 +123,20 @@ class SteppedPieces:
         Args:
             buckets: All of the module, in plan order.
         """
-        dtypes = sorted({bucket.stepped_dtype for bucket in self._mine(buckets)}, key=str)
-        empty = [torch.empty(0, dtype=dtype, device=buckets[0].flat.device) for dtype in dtypes]
-        self._witnesses = [Piece(WITNESS, 0, 0, 0, 0, Parameter(values)) for values in empty]
-        self._states = self._take(buckets)
-        self._states.cut(self._loaded)
-        self._loaded = None
-        self._show(self._params)
-        self._add_attributes({PIECES: self})
-
-    def _mine(self, buckets: Sequence[ShardedBucket]) -> list[ShardedBucket]:
-        return [bucket for bucket in buckets if not self.indices.isdisjoint(bucket.param_indices)]
-
-    def _take(self, buckets: Sequence[ShardedBucket]) -> ShardedStates:
-        """Have the pieces of these buckets; returns what converts their states."""
-        mine = self._mine(buckets)
+        mine = [bucket for bucket in buckets if not self.indices.isdisjoint(bucket.param_indices)]
         self.buckets = tuple(reversed(mine))  # about the order in which a forward reads them
         self.pieces = [piece for bucket in mine for piece in bucket.pieces if piece.index in self.indices]
+        dtypes = sorted({bucket.stepped_dtype for bucket in mine}, key=str)
+        self._witnesses = [Parameter(torch.empty(0, dtype=dtype, device=buckets[0].flat.device)) for dtype in dtypes]
         self._divide({piece.index: piece.stepped for piece in self.pieces})
-        return ShardedStates(self._optimizer, self._numbers, self._whole, mine, self._transfers)
+        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, mine, self._transfers)
+        self._states.cut()
+        self._show(self._params)
+        if self._loaded is not None:  # again, since torch has cast the states to the dtypes of whole parameters
+            settings = zip(self._optimizer.param_groups, self._loaded["param_groups"], strict=True)
+            groups = [{**group, "params": loaded["params"]} for group, loaded in settings]
+            self._optimizer.load_state_dict({**self._loaded, "param_groups": groups})
+        self._add_attributes({PIECES: self})
 
     def _divide(self, pieces: Mapping[int, Parameter]) -> None:
         """Find the pieces of each group in each bucket; parameters that are not sharded go with the last bucket."""
@@ -161,7 +157,7 @@ class SteppedPieces:
                 self._optimizer.param_groups[number]["param_names"] = [names[place] for place in places]
         # Witnesses are not stepped: Adagrad, up to torch 2.12, has states only of what it was made with.
         first, *others = self._stepped
-        self._params = [[*first, *(witness.stepped for witness in self._witnesses)], *others]
+        self._params = [[*first, *self._witnesses], *others]
 
     def detach(self, together: bool) -> None:
         """Step whole parameters again; if not all ranks are there, refuse to step."""
@@ -173,8 +169,8 @@ class SteppedPieces:
         if not self.buckets:
             return
         self.buckets, self.pieces, self._witnesses = (), (), ()
-        if edit := self._edit():  # no error, which would leave the model half of what it was
-            warnings.warn(f"{this_rank()}: this is undone: {edit}", stacklevel=2)
+        if edit := self._edit():  # an error would leave the model half unwrapped
+            warnings.warn(f"{this_rank()}: an edit is undone: {edit}", stacklevel=2)
         self._put(self._whole)
         for group, names in zip(self._optimizer.param_groups, self._names, strict=False):
             if names is not None:
@@ -202,13 +198,13 @@ class SteppedPieces:
             raise ReplicationError(f"{this_rank()}: {edit}")
 
     def _edit(self) -> str:
-        """What to say if a user has changed the groups' parameters; empty otherwise."""
+        """An error message if a user has changed the groups' parameters; empty otherwise."""
         present = [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
         if present == [list(map(id, of_group)) for of_group in self._shown]:
             return ""
         return (
-            'group["params"], or the number of groups, of a sharded optimizer has been changed, but the ranks have'
-            " parts of the parameters that it was sharded with. Put back what was there; to leave parameters out, set"
+            'group["params"], or the number of groups, of a sharded optimizer has been changed, but its parameters'
+            " were divided among the ranks when it was sharded. Put back what was there; to leave parameters out, set"
             " their .grad to None after a backward, or make the groups before shard_optimizer"
         )
 
@@ -218,11 +214,11 @@ class SteppedPieces:
         args, kwargs = _with_loss(args, kwargs)
         if not self.buckets:
             self._gradients.refuse_step_before_sharding()
-            self._loaded = None  # the states are not what was loaded any more
+            self._loaded = None  # the states are no longer what was loaded
             return args, kwargs
         self._restore_after_error()
         self._refuse_edits()
-        self._step.begins(self)
+        self._parameters.step_begins(self)
         try:
             self._unguard_gradients()
             if self._is_stepped_by_bucket:
@@ -240,7 +236,7 @@ class SteppedPieces:
         for bucket, params in zip(self.buckets[:-1], self._params_of_bucket, strict=False):
             self._show(params)
             step_without_hooks(self._optimizer)
-            self._step.bucket_is_stepped(bucket, self)
+            self._parameters.bucket_is_stepped(bucket, self)
         self._show(self._params_of_bucket[-1])
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -248,8 +244,8 @@ class SteppedPieces:
             self._show(self._params)
             self._guard_gradients()
             for bucket in self.buckets[-1:] if self._is_stepped_by_bucket else self.buckets:
-                self._step.bucket_is_stepped(bucket, self)
-            self._step.ends(self)
+                self._parameters.bucket_is_stepped(bucket, self)
+            self._parameters.step_ends(self)
 
     def _unguard_gradients(self) -> None:
         """Give the step, which may be compiled, plain tensors: compilers do not know the class."""
@@ -278,19 +274,11 @@ class SteppedPieces:
 
     # Gradients.
 
-    def note_step(self) -> None:
-        """The optimizer has stepped by its gradients, or a GradScaler has asked whether to skip the step."""
-        self._gradients.note_step((*self.pieces, *self._witnesses), self.indices)
-
-    def refuse_stale(self, reduced: Set[int]) -> None:
-        """Raise if a parameter among those ``reduced`` now has a gradient from before the last step."""
-        self._gradients.refuse_stale((*self.pieces, *self._witnesses), self.indices & reduced)
-
-    def accumulate(self, shards: Mapping[int, Tensor], reduced: Set[int]) -> None:
-        """Add to the pieces' gradients.
+    def accumulate(self, shards: Mapping[int, Tensor], reduced: Collection[int]) -> None:
+        """Add reduced gradients to those of the pieces.
 
         Args:
-            shards: For each parameter what this rank keeps of its bucket's reduced gradients.
+            shards: This rank's shard of the gradients of each parameter's bucket, by the parameter's number.
             reduced: Numbers of the parameters that have a gradient on any rank.
         """
         self._non_finite = []
@@ -298,32 +286,31 @@ class SteppedPieces:
             if piece.index in reduced:
                 piece.accumulate(shards[piece.index], self._unscaled)
         for witness in self._witnesses:
-            witness.zero(set_to_none=True)
-            witness.accumulate(witness.stepped.detach(), self._unscaled)
+            witness.grad = GradientShard.of(torch.empty_like(witness), self._unscaled)
 
     def _unscaled(self, found_non_finite: Tensor) -> None:
-        """A GradScaler has looked at gradients: all ranks step by them, or none does."""
-        what = f"GradScaler's question whether gradients of {self.name} ({self._fqns[0]}, ...) are finite"
+        """A GradScaler has looked at gradients: either all ranks step by them or none does."""
+        what = f"GradScaler's check whether gradients of {self.name} ({self._fqns[0]}, ...) are finite"
         with self._transfers.on_every_rank(what):
             self._transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
-        self.note_step()
         self._non_finite.append(found_non_finite.clone())  # GradScaler.update() adds up in it
 
     def is_left_out(self) -> bool:
-        """Whether a GradScaler leaves out this optimizer's step, as it does on all ranks; the host waits to know."""
+        """Whether a GradScaler skips this optimizer's step, as it does on all ranks; the host waits to know."""
         return any(bool(flag.item()) for flag in self._non_finite)
 
     # States.
 
     def _before_states(self) -> None:
-        """States are about to be read or written: raise if they are not those of the groups after a step."""
+        """Before states are read or written: raise in the middle of a step, or if groups have been edited."""
         self._restore_after_error()
-        self._reader.refuse_half_a_step()
+        self._parameters.refuse_half_a_step()
         self._refuse_edits()
         if of_none := [key for key in self._optimizer.state if not isinstance(key, Tensor)]:
             raise ReplicationError(
-                f"{this_rank()}: {self.name} has the state {of_none[0]!r}, which belongs to no parameter, so the ranks"
-                " cannot put it together; keep it in the state of a parameter, in a group, or in an attribute"
+                f"{this_rank()}: {self.name} has the state {of_none[0]!r}, which belongs to no parameter, so it is"
+                " unknown how to combine the ranks' values; keep it in a parameter's state, in a group, or in an"
+                " attribute"
             )
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
@@ -335,7 +322,7 @@ class SteppedPieces:
     def _whole_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._states is None:
             return None
-        self._reader.wait()
+        self._parameters.wait()
         with self._transfers.on_every_rank("optimizer.state_dict()"):
             return self._states.whole(state_dict, self._names)
 
@@ -372,27 +359,27 @@ def _move(handle: Any, last: bool) -> None:
 
 def _refuse_group(_group: Any) -> NoReturn:
     raise ReplicationError(
-        "add_param_group of an optimizer that is sharded: the ranks have parts of the parameters that it was sharded"
-        " with. Add the group first, with all parameters that will be trained, and then call shard_optimizer"
+        "add_param_group was called on a sharded optimizer, whose parameters were divided among the ranks when it was"
+        " sharded. Add the group first, with all parameters that will be trained, and then call shard_optimizer"
     )
 
 
 def _refuse_copy(*_args: Any) -> NoReturn:
     raise ReplicationError(
-        "an optimizer that is sharded cannot be copied or pickled, as its pieces belong to the model; save"
-        " optimizer.state_dict(), on every rank, and load it into another one"
+        "a sharded optimizer cannot be copied or pickled, since its pieces belong to the model; call"
+        " optimizer.state_dict() on every rank, and load that into another optimizer"
     )
 
 
 def _refuse_step(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise ReplicationError(
-        "the optimizer was sharded for a model that has been unwrapped after an error, and each rank has the states of"
-        " its part alone; make a new optimizer, and load a checkpoint"
+        "the optimizer was sharded for a model that was unwrapped after an error, and each rank has only its part of"
+        " the states; make a new optimizer, and load a checkpoint"
     )
 
 
 def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the closure, if there is one; returns the step's arguments with one that returns its result instead."""
+    """Call the closure, if there is one; in the step's arguments replace it by one that returns its result."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs

@@ -1,4 +1,4 @@
-"""Which rank steps which parameter, if parameters are not cut."""
+"""Which rank steps which whole parameter."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from torch.nn import Parameter
 from torch.optim import Muon, Optimizer
 
-from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.errors import ReplicationError, number_of, this_rank
 
 log = logging.getLogger(__name__)
 
-#: Most that a rank may have to do without a warning or an error, in units of the mean.
+#: A rank with more than this many times the mean work causes a warning or an error.
 _UNEVEN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The owners of the parameters of one optimizer, or of some.
+    """The owners of the parameters of some optimizers.
 
     Args:
         name: The optimizers'.
@@ -37,7 +37,7 @@ class Owners:
 
     @property
     def worst_of_mean(self) -> float:
-        """How much the rank that has most to do has to do, in units of the mean over the ranks."""
+        """The work of the most loaded rank, in units of the mean over the ranks."""
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean if mean else 1.0
 
@@ -59,7 +59,7 @@ class Owners:
         idle = ranks - len(set(self.rank_of.values()))
         largest = max(self.costs, key=lambda index: self.costs[index])
         if idle:
-            what = f"leaves {idle} of the ranks without any"
+            what = f"leaves {number_of(idle, 'rank')} without any"
         elif self.worst_of_mean > _UNEVEN and self.costs[largest] > total / 2:
             what = (
                 f"costs more for {names[largest]} than for all others together, so a step takes"
@@ -68,26 +68,27 @@ class Owners:
         else:
             return
         raise ReplicationError(
-            f"{this_rank()}: {self.name} with {len(self.costs)} whole parameters on {ranks} ranks {what}. Leave such"
-            " parameters to an optimizer that works element by element, such as AdamW, whose parameters are cut; pass"
-            " cost= to shard_optimizer if they cost something else than it says; or accept it by allow_uneven=True"
+            f"{this_rank()}: {self.name} with {number_of(len(self.costs), 'whole parameter')} on"
+            f" {number_of(ranks, 'rank')} {what}. Give such parameters to an optimizer that works element by element,"
+            " such as AdamW; pass cost= to shard_optimizer if its estimate of their cost is wrong; or accept this with"
+            " allow_uneven=True"
         )
 
     def warn_if_uneven(self) -> None:
-        """Say which rank holds up the others, for example because one parameter costs more than all others."""
+        """Log which rank the others wait for, if it has much more to do than the mean."""
         if self.worst_of_mean > _UNEVEN:
             idle = sum(not load for load in self.loads)
             log.warning(
-                "%s: %s steps %d whole parameters on %d ranks. Rank %d has %.2f times the mean to do%s, so a step takes"
-                " that much longer than an even one. More parameters, or smaller ones, would help, or another cost= of"
-                " shard_optimizer if they cost something else than it says",
+                "%s: %s steps %s on %s. Rank %d has %.2f times the mean to do%s, so a step takes that much longer than"
+                " an even one. More or smaller parameters would help, or cost= of shard_optimizer if its estimate of"
+                " their cost is wrong",
                 this_rank(),
                 self.name,
-                len(self.rank_of),
-                len(self.loads),
+                number_of(len(self.rank_of), "whole parameter"),
+                number_of(len(self.loads), "rank"),
                 self.loads.index(max(self.loads)),
                 self.worst_of_mean,
-                f", and {idle} ranks nothing" if idle else "",
+                f", and {number_of(idle, 'rank')} nothing" if idle else "",
             )
 
 
@@ -127,8 +128,8 @@ def choose_owners(
     }
     if wrong := [each for each in costs.values() if not 0 <= each < math.inf]:
         raise ReplicationError(
-            f"{this_rank()}: cost= of shard_optimizer has returned {wrong[0]} for a parameter; return a number from 0"
-            " on, the same on every rank"
+            f"{this_rank()}: cost= of shard_optimizer has returned {wrong[0]} for a parameter; return a finite number"
+            " of at least 0, the same on every rank"
         )
     loads = [0.0] * world_size
     rank_of = {}

@@ -1,9 +1,9 @@
-"""The states of a sharded optimizer: cut into pieces, and put together again."""
+"""The states of a sharded optimizer: cut into pieces, and assembled again."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,9 +23,15 @@ from ddp_compile.runtime.sharded.transfers import ShardTransfers
 class ShardedStates:
     """Converts between states of whole parameters and states of this rank's pieces.
 
-    A state of a parameter that is cut is a tensor of its shape, of which a piece has its elements, or a number, which
-    it copies. States of a parameter that a rank owns may be anything. ``whole`` are the parameters of each group before
-    it was sharded, ``numbers`` those of the sharded ones by ``id``; ``buckets`` have all of these.
+    If a parameter is cut, each of its states is a tensor of its shape, which is cut alike, or a number, which every
+    rank keeps. States of a parameter that one rank owns may be anything.
+
+    Args:
+        optimizer: Steps the pieces.
+        numbers: Those of the optimizer's reduced parameters, by ``id``.
+        whole: The parameters of each group before it was sharded.
+        buckets: All that have one of these parameters.
+        transfers: Among all ranks.
     """
 
     def __init__(
@@ -49,22 +55,19 @@ class ShardedStates:
             mine = self._pieces[index].stepped if index in self._pieces else parameter
             self._place_of[id(mine)] = place
 
-    def cut(self, loaded: Mapping[str, Any] | None) -> None:
-        """Give the pieces their parts of the states of whole parameters, which were ``loaded`` unless that is None."""
+    def cut(self) -> None:
+        """Move the states of whole parameters to the pieces."""
         states = self._optimizer.state
-        saved = {} if loaded is None else self._by_place(loaded)
-        for place, (parameter, index) in enumerate(self._whole):
+        for parameter, index in self._whole:
             if index is not None and (state := states.pop(parameter, None)) and index in self._pieces:
-                stepped, of_saved = self._pieces[index].stepped, saved.get(place, {})
-                state = {k: _loaded_for(stepped, v, of_saved.get(k), parameter.dtype) for k, v in state.items()}
-                states[stepped] = self._cut(index, state)
+                states[self._pieces[index].stepped] = self._cut(index, state)
 
     def _by_place(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         return {place: state_dict["state"][key] for place, key in enumerate(saved) if key in state_dict["state"]}
 
     def join(self) -> None:
-        """Give whole parameters their states again; to be called on every rank."""
+        """Move the states of the pieces back to whole parameters; called on every rank."""
         states = self._optimizer.state
         gathered = self._gather_all(on_device=True)
         for piece in self._pieces.values():
@@ -72,13 +75,12 @@ class ShardedStates:
         for parameter, index in self._whole:
             if index is not None and index in gathered:
                 stepped = self._bucket_of[index].stepped_dtype
-                states[parameter] = {
-                    key: _mapped(value, partial(_as_state_of, parameter, stepped))
-                    for key, value in gathered[index].items()
-                }
+                states[parameter] = torch_internals.map_leaves(
+                    Tensor, partial(_as_state_of, parameter, stepped), gathered[index]
+                )
 
     def whole(self, state_dict: Mapping[str, Any], names: Sequence[list[str] | None]) -> dict[str, Any]:
-        """A state_dict of whole parameters from one of this rank's pieces; to be called on every rank."""
+        """Convert a state_dict of this rank's pieces to one of whole parameters; called on every rank."""
         places = range(len(self._whole))
         groups = [
             {**group, **({} if of_group is None else {"param_names": list(of_group)}), "params": params}
@@ -87,7 +89,7 @@ class ShardedStates:
         return {**state_dict, "state": self._states_by(places, self._gather_all()), "param_groups": groups}
 
     def parts(self, names: Sequence[str]) -> dict[str, Any]:
-        """States by names, with this rank's part in the place of each tensor; to be called on every rank."""
+        """States by parameter names, with a `PartOfTensor` for each tensor that is cut; called on every rank."""
         described = self._describe_all()
         parts = {index: self._parts_of(index, described[index]) for index in described}
         groups = [
@@ -108,12 +110,12 @@ class ShardedStates:
         return [list(itertools.islice(remaining, size)) for size in self._sizes]
 
     def of_pieces(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A state_dict of this rank's pieces from one of whole parameters; torch refuses what does not fit."""
+        """Convert a state_dict of whole parameters to one of this rank's pieces; torch refuses what does not fit."""
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != self._sizes:
             raise ValueError(
-                f"the state_dict has groups of {[len(group['params']) for group in groups]} parameters, and the"
-                f" optimizer of {self._sizes}; load what state_dict() of an optimizer over the same parameters returned"
+                f"the state_dict has groups of {[len(group['params']) for group in groups]} parameters, but the"
+                f" optimizer's have {self._sizes}; load the state_dict() of an optimizer over the same parameters"
             )
         saved = self._by_place(state_dict)
         states, new_groups, numbers = {}, [], itertools.count()
@@ -128,17 +130,20 @@ class ShardedStates:
         return {**state_dict, "state": states, "param_groups": new_groups}
 
     def load_parts(self, state_dict: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Take over the numbers and settings in the result of `parts`; its tensors lie in the states themselves."""
+        """Use the states and settings in the result of `parts`."""
         states = self._optimizer.state
         for name, (_, index) in zip(names, self._whole, strict=True):
-            if index is None or name not in state_dict["state"]:
-                continue
-            state = states.get(self._pieces[index].stepped, {}) if index in self._pieces else {}
-            for key, value in state_dict["state"][name].items():
-                if isinstance(value, PartOfTensor):
-                    value.refuse_if_replaced()
-                elif index in self._pieces:
-                    state[key] = _paired(value, state.get(key), _on_device_of)
+            if index in self._pieces and name in state_dict["state"]:
+                piece = self._pieces[index].stepped
+                for key, value in state_dict["state"][name].items():
+                    if isinstance(value, PartOfTensor):
+                        states[piece][key] = value.local
+                    else:
+                        present = next(torch_internals.tensors_in(states[piece].get(key)), None)
+                        device = torch.device("cpu") if present is None else present.device
+                        states[piece][key] = torch_internals.map_leaves(
+                            Tensor, partial(Tensor.to, device=device), value
+                        )
         for group, loaded in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
             group.update(_settings_of(loaded))
 
@@ -147,20 +152,12 @@ class ShardedStates:
         state = {} if piece is None else self._optimizer.state.get(piece.stepped, {})
         begin = 0 if piece is None else piece.begin
         return {
-            key: PartOfTensor(state.get(key), begin, whole, value, partial(self._is_still, index, key))
-            if _is_cut(value)
-            else value
+            key: PartOfTensor(state.get(key), begin, whole, value) if _is_cut(value) else value
             for key, value in described.items()
         }
 
-    def _is_still(self, index: int, key: str, value: Tensor | None) -> bool:
-        """Whether this rank's part of a state is still this tensor."""
-        piece = self._pieces.get(index)
-        state = None if piece is None else self._optimizer.state.get(piece.stepped, {}).get(key)
-        return state is value
-
     def _cut(self, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A piece's part of the states of a whole parameter, in the dtypes that torch would load them in."""
+        """A piece's part of the states of a whole parameter, in the dtypes in which torch would load them."""
         piece, bucket = self._pieces[index], self._bucket_of[index]
         shape, low = bucket.place_of(index).shape, bucket.flat.dtype
         cut = {}
@@ -171,96 +168,72 @@ class ShardedStates:
                 cut[key] = bucket.part_of(piece, value).to(piece.stepped.device, dtype)
             elif isinstance(value, Tensor) and value.dim() and not bucket.has_owner(index):
                 raise ValueError(
-                    f"state {key} of {bucket.name_of(index)} has the shape {list(value.shape)}, and the parameter"
-                    f" {list(shape)}: it cannot be cut into shards"
+                    f"state {key} of {bucket.name_of(index)} has shape {list(value.shape)}, but the parameter has shape"
+                    f" {list(shape)}, so the state cannot be cut into shards"
                 )
             else:
-                cut[key] = _mapped(value, partial(_as_state_of, piece.stepped, low))
+                cut[key] = torch_internals.map_leaves(Tensor, partial(_as_state_of, piece.stepped, low), value)
         return cut
 
     def _gather_all(self, on_device: bool = False) -> dict[int, dict[str, Any]]:
         """States of whole parameters by their numbers, tensors on the CPU.
 
         Args:
-            on_device: Numbers that are on the parameters' device stay there.
+            on_device: Numbers that optimizers keep on the parameters' device stay there.
         """
-        described, cpu = self._describe_all(on_device), torch.device("cpu")
-        gathered: dict[int, dict[str, Any]] = {}
+        gathered = self._describe_all(on_device)
         for bucket in self._buckets:
-            gathered |= {index: dict(described[index]) for index in bucket.param_indices if index in described}
-            for index, key, value in self._gather(bucket, described, cpu):
-                gathered[index][key] = value
+            described = {index: dict(gathered[index]) for index in bucket.param_indices if index in gathered}
+            kinds = {(key, value) for state in described.values() for key, value in state.items() if _is_cut(value)}
+            for key, dtype in sorted(kinds, key=repr):
+                whole = bucket.gather_whole(partial(self._state_to_cut, key), dtype, torch.device("cpu"))
+                for index, state in described.items():
+                    if state.get(key) == dtype:
+                        gathered[index][key] = whole[index]
         return gathered
-
-    def _gather(
-        self, bucket: ShardedBucket, described: Mapping[int, Mapping[str, Any]], device: torch.device
-    ) -> Iterator[tuple[int, str, Any]]:
-        """The states of a bucket's whole parameters, one after the other, from what `_describe_all` returns."""
-        kinds = {
-            (key, value)
-            for index in bucket.param_indices
-            for key, value in described.get(index, {}).items()
-            if _is_cut(value)
-        }
-        for key, dtype in sorted(kinds, key=repr):
-            for index, value in bucket.gather_whole(partial(self._state_to_cut, key), dtype, device).items():
-                if described.get(index, {}).get(key) == dtype:
-                    yield index, key, value
-        for index in bucket.param_indices:
-            for key, value in described.get(index, {}).items():
-                if not _is_cut(value):
-                    yield index, key, value
 
     def _state_to_cut(self, key: str, piece: Piece) -> Tensor | None:
         value = self._optimizer.state.get(piece.stepped, {}).get(key)
         is_cut = isinstance(value, Tensor) and value.dim() and value.shape == piece.stepped.shape
         return value if is_cut else None
 
-    def _describe_all(self, on_device: bool = False, owned: bool = True) -> dict[int, dict[str, Any]]:
-        """Of all ranks' pieces: the dtype of each tensor that is cut, and all other values.
+    def _describe_all(self, on_device: bool = False) -> dict[int, dict[str, Any]]:
+        """The states of all ranks' pieces, with the dtype of each tensor that is cut in its place.
 
         Args:
             on_device: See `_gather_all`.
-            owned: Of the pieces with an owner too.
         """
         described: dict[int, dict[str, Any]] = {}
-        for of_rank in self._transfers.objects_of_all(self._describe(owned)):
+        for of_rank in self._transfers.objects_of_all(self._describe()):
             described |= of_rank
         device = self._buckets[0].flat.device if on_device else torch.device("cpu")
-        return _mapped(described, lambda value: value.tensor.to(device) if isinstance(value, _OnDevice) else value)
+        moved: dict[int, dict[str, Any]] = torch_internals.map_leaves(
+            _OnDevice, lambda number: number.tensor.to(device), described
+        )
+        return moved
 
-    def objection(self) -> str:
-        """Why states cannot be put together; empty if they can be."""
-        try:
-            self._describe(owned=False)
-        except ReplicationError as error:
-            return str(error)
-        return ""
-
-    def _describe(self, owned: bool) -> dict[int, dict[str, Any]]:
+    def _describe(self) -> dict[int, dict[str, Any]]:
         described: dict[int, dict[str, Any]] = {}
         for index, piece in self._pieces.items():
-            bucket, of_piece = self._bucket_of[index], described.setdefault(index, {})
-            if bucket.has_owner(index) and not owned:
-                continue
+            bucket = self._bucket_of[index]
             for key, value in self._optimizer.state.get(piece.stepped, {}).items():
-                if self._state_to_cut(key, piece) is not None:
-                    of_piece[key] = value.dtype
-                    continue
-                for tensor in torch_internals.tensors_in(value) if not bucket.has_owner(index) else ():
+                is_cut = self._state_to_cut(key, piece) is not None
+                for tensor in torch_internals.tensors_in(value) if not (is_cut or bucket.has_owner(index)) else ():
                     if tensor.dim():
                         raise ReplicationError(
                             f"state {key} of the piece of {bucket.name_of(index)} has a tensor of shape"
-                            f" {list(tensor.shape)}, and the piece {list(piece.stepped.shape)}, so it cannot be put"
-                            " together with the other ranks'"
+                            f" {list(tensor.shape)}, but the piece has shape {list(piece.stepped.shape)}, so it is"
+                            " unknown how to combine it with the other ranks' tensors"
                         )
-                of_piece[key] = _mapped(value, _sent)
-        return {index: of_piece for index, of_piece in described.items() if of_piece}
+                described.setdefault(index, {})[key] = (
+                    value.dtype if is_cut else torch_internals.map_leaves(Tensor, _sent, value)
+                )
+        return described
 
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice:
-    """A number that an optimizer keeps on the parameters' device, as it is sent to other ranks: on the CPU."""
+    """A number that an optimizer keeps on the parameters' device, on the CPU while it is sent to other ranks."""
 
     tensor: Tensor
 
@@ -270,48 +243,11 @@ def _sent(tensor: Tensor) -> Tensor | _OnDevice:
     return copy if tensor.dim() or tensor.device.type == "cpu" else _OnDevice(copy)
 
 
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A state with its tensors replaced, which may be in lists and dicts."""
-    if isinstance(value, Tensor | _OnDevice):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _mapped(each, function) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(each, function) for each in value)
-    return value
-
-
 def _as_state_of(parameter: Parameter, other: torch.dtype | None, value: Tensor) -> Tensor:
-    """A copy of a state for a parameter: numbers as they are, tensors of the dtype ``other`` in the parameter's."""
+    """A copy of a state for a parameter: numbers as they are, tensors of dtype ``other`` in the parameter's dtype."""
     if not value.dim():
         return value.clone()
     return value.to(parameter.device, parameter.dtype if value.dtype == other else value.dtype, copy=True)
-
-
-def _paired(value: Any, other: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """A state with what is no container replaced, by a function that also gets what ``other`` has in its place."""
-    if isinstance(value, dict) and isinstance(other, dict):
-        return {key: _paired(each, other.get(key), function) for key, each in value.items()}
-    if type(value) in (list, tuple) and type(other) is type(value) and len(other) == len(value):
-        return type(value)(_paired(each, its, function) for each, its in zip(value, other, strict=True))
-    return function(value, other)
-
-
-def _on_device_of(loaded: Any, present: Any) -> Any:
-    return loaded.to(present.device) if isinstance(present, Tensor) and isinstance(loaded, Tensor) else loaded
-
-
-def _loaded_for(stepped: Parameter, value: Any, loaded: Any, dtype: torch.dtype) -> Any:
-    """The state that torch would have loaded for ``stepped``, not for a parameter of another dtype.
-
-    When torch loaded the state, it cast everything but the number of steps; ``loaded`` is from before that.
-    """
-
-    def choose(value: Any, loaded: Any) -> Any:
-        is_cast = isinstance(value, Tensor) and isinstance(loaded, Tensor) and value.dtype == dtype != loaded.dtype
-        return loaded.to(value.device, stepped.dtype) if is_cast else value
-
-    return _paired(value, loaded, choose)
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

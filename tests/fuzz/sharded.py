@@ -115,7 +115,7 @@ def _program(random: Random, drops: bool) -> tuple[str, ...]:
     for _ in range(random.randint(2, 5)):
         program += [random.choice(("train", "train", "accumulate")), *maybe(0.25, "train")]
         program += [*maybe(0.2 if drops else 0.0, "drop"), *maybe(0.3, "clip 1", "clip 2", "clip 3", "clip inf")]
-        program += ["step", random.choice(("zero", "zero in place"))]
+        program += ["step", *maybe(0.9, "zero", "zero in place")]
         program += [*maybe(0.4, "schedule"), *maybe(0.2, "reload"), *maybe(0.15, "edit")]
     return (*program, *maybe(0.15, "unwrap"))
 

@@ -300,7 +300,21 @@ def test_number_of(count: int, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["a Linear", "an OptimizedModule", "an FSDPModule", "an MLP", "a DDP", "a UNet", "an int", "a list", "a X"]
+    "said",
+    [
+        "a Linear",
+        "an OptimizedModule",
+        "an FSDPModule",
+        "an MLP",
+        "a DDP",
+        "a UNet",
+        "an int",
+        "a list",
+        "an X",
+        "a UserModel",
+        "an Mlp",
+        "an Uncle",
+    ],
 )
 def test_with_article(said: str) -> None:
     assert with_article(said.split()[1]) == said

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import loss_of
+from oracle import CAP_MB, KINDS, Net, Pair, batch, matrices_and_others, said_by
 from rank_pool import Ranks, on_ranks
-from sharded_pairs import CAP_MB, KINDS, Net, Pair, batch, matrices_and_others
-from test_sharded_refusals import said_by
 from torch import nn
 from torch.optim import Optimizer
 

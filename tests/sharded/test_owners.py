@@ -69,5 +69,5 @@ def test_muon_costs_its_matrix_products() -> None:
 
 @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
 def test_a_cost_that_is_none_is_refused(cost: float) -> None:
-    with pytest.raises(ReplicationError, match=f"has returned {cost} for a parameter; return a number from 0"):
+    with pytest.raises(ReplicationError, match=f"has returned {cost} for a parameter; return a finite number"):
         owners_of([1.0, cost], 2)

@@ -10,14 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
+from oracle import WIDTH, batch, equal_on_all_ranks, in_a_child, late_rank, make, plain, said_by
 from rank_pool import RankPool
-from test_sharded_optimizer import WIDTH, batch, plain
-from test_sharded_parameters import equal_on_all_ranks, in_a_child, late_rank, make
-from test_sharded_refusals import said_by
 from torch import Tensor, nn
 
 from ddp_compile import ReductionError
-from ddp_compile.runtime.sharded.state import State
 
 Ranks = Callable[[int], RankPool]
 
@@ -78,7 +75,7 @@ def read_after_a_forward_that_fails() -> tuple[int, bool]:
 
     def fail(*_: Any) -> None:
         nonlocal under_way
-        under_way = sum(bucket.state is State.GATHERING for bucket in model.comm_algorithm.buckets)
+        under_way = sum(bucket.is_gathering for bucket in model.comm_algorithm.buckets)
         raise ValueError
 
     model._register_buffer_comm_hook(None, fail, "PRE_FORWARD")

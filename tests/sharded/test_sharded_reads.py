@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import signal
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,45 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from in_ci import only
 from models import Mlp, loss_of
+from oracle import WIDTH, batch, equal_on_all_ranks, in_a_child, late_rank, make, plain
 from rank_pool import RankPool
-from test_sharded_optimizer import CAP_MB, OPTIMIZERS, WIDTH, batch, differences, groups_of, plain
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from ddp_compile import ddp_compile, shard_optimizer
-from ddp_compile.algorithms import GradientAllReduce
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
-from ddp_compile.runtime.sharded.state import State
 
 Ranks = Callable[[int], RankPool]
-
-
-def make(
-    kind: str = "adamw",
-    module: nn.Module | None = None,
-    sharded: bool = True,
-    overlap: bool = True,
-    **settings: Any,
-) -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(1)
-    module = Mlp(WIDTH, 4) if module is None else module
-    model = ddp_compile(module, bucket_cap_mb=CAP_MB, **{"backend": "eager", **settings})
-    optimizer = OPTIMIZERS[kind](groups_of(module))
-    return model, shard_optimizer(optimizer, model, overlap=overlap) if sharded else optimizer
-
-
-@contextmanager
-def late_rank(rank: int = 1) -> Iterator[None]:
-    """What this rank sends in its steps comes so late that others read before, if they do not wait."""
-    if dist.get_rank() == rank:
-        time.sleep(0.15)
-    yield
-
-
-def equal_on_all_ranks(values: Tensor) -> bool:
-    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, values.contiguous())
-    return all(torch.equal(every[0], each) for each in every)
 
 
 # Reading.
@@ -113,23 +76,6 @@ def functionally(named: dict[str, Tensor], prefix: str = "") -> Tensor:
     return torch.func.grad(loss)(named)["bias"].detach()
 
 
-def in_a_child(read: Callable[[], Any]) -> Any:
-    """What a process that is forked here has read."""
-    source, sink = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of a process with threads
-        child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        os.write(sink, pickle.dumps(read()))
-        os._exit(0)
-    os.close(sink)
-    _, status = os.waitpid(child, 0)
-    assert status == 0
-    with os.fdopen(source, "rb") as pipe:
-        return pickle.load(pipe)
-
-
 @torch.no_grad()
 def evaluated(model: nn.Module) -> Tensor:
     return model(torch.ones(2, WIDTH))
@@ -179,10 +125,10 @@ def waits_of_calls() -> list[str]:
     waiting = []
     for step, (name, call) in enumerate(calls.items()):
         plain(model, optimizer, step)
-        assert {bucket.state for bucket in model.comm_algorithm.buckets} == {State.GATHERING}
+        assert {bucket.is_gathering for bucket in model.comm_algorithm.buckets} == {True}
         call()
-        states = {bucket.state for bucket in model.comm_algorithm.buckets}
-        waiting += [name] if states == {State.WHOLE} else []
+        states = {bucket.is_gathering for bucket in model.comm_algorithm.buckets}
+        waiting += [name] if states == {False} else []
         model.await_parameters()
     return waiting
 
@@ -260,9 +206,7 @@ def forward_in_order(backend: str, split: str) -> list[int | str]:
 
     def noted(indices: Any = None) -> None:
         wait(indices)
-        with torch.profiler.record_function(
-            f"left {sum(bucket.state is State.GATHERING for bucket in algorithm.buckets)}"
-        ):
+        with torch.profiler.record_function(f"left {sum(bucket.is_gathering for bucket in algorithm.buckets)}"):
             pass
 
     algorithm.await_parameters = noted
@@ -304,89 +248,6 @@ def test_a_profiler_that_stops_after_a_step_has_not_seen_its_messages(ranks: Ran
     assert ranks(2).run(profiled_until_after_a_step) == [[], []]
 
 
-# Checkpoints.
-
-
-def train(model: Any, optimizer: Any, begin: int, end: int, num_ranks: int | None = None) -> None:
-    """Steps with one batch for all ranks, however many there are."""
-    for step in range(begin, end):
-        torch.manual_seed(step)
-        x = torch.randn(12, WIDTH).chunk(dist.get_world_size())[dist.get_rank()]
-        loss_of(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@torch.compiler.set_stance("force_eager")
-def save(path: str, sharded: bool) -> tuple[list[Tensor], Any]:
-    model, optimizer = make(sharded=sharded)
-    train(model, optimizer, 0, 3)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    if dist.get_rank() == 0:
-        torch.save(state, path)
-    dist.barrier()
-    train(model, optimizer, 3, 6)
-    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
-
-
-@torch.compiler.set_stance("force_eager")
-def resume(path: str, sharded: bool, loads_late: bool) -> tuple[list[Tensor], Any]:
-    """By an optimizer that has no pieces yet, or has them."""
-    model, optimizer = make(sharded=sharded)
-    if loads_late:
-        train(model, optimizer, 7, 9)
-    state = torch.load(path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    train(model, optimizer, 3, 6)
-    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
-
-
-def test_a_run_goes_on_bit_for_bit_and_unsharded_too(ranks: Ranks, tmp_path: Path) -> None:
-    path = str(tmp_path / "state.pt")
-    through = ranks(2).run(save, path, True)
-    for sharded, loads_late in ((True, False), (True, True), (False, True)):
-        for found, expected in zip(ranks(2).run(resume, path, sharded, loads_late), through, strict=True):
-            assert differences(found, expected) == 0.0
-    for found in ranks(3).run(resume, path, True, True):
-        assert differences(found, through[0]) < 1e-4  # another order of sums
-
-
-def test_an_unsharded_checkpoint_may_be_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    path = str(tmp_path / "state.pt")
-    through = ranks(2).run(save, path, False)
-    for loads_late in (False, True):
-        for found, expected in zip(ranks(2).run(resume, path, True, loads_late), through, strict=True):
-            assert differences(found, expected) == 0.0
-
-
-@torch.compiler.set_stance("force_eager")
-def undone(way: str) -> tuple[float, list[str]]:
-    model, optimizer = make("sgd")
-    other, other_optimizer = make("sgd", sharded=False)
-    for step in range(6):
-        for each in ((model, optimizer), (other, other_optimizer)):
-            plain(*each, step)
-        if step == 2 and way == "unwrap":
-            model.unwrap()
-            model = ddp_compile(model, bucket_cap_mb=CAP_MB, backend="eager")
-        elif step == 2:
-            model.set_comm_algorithm(GradientAllReduce())
-        elif step == 4:
-            shard_optimizer(optimizer, model)
-    ours = [p.detach() for p in model.parameters()], optimizer.state_dict()
-    return differences(ours, ([p.detach() for p in other.parameters()], other_optimizer.state_dict())), [
-        type(p).__name__ for p in model.parameters()
-    ]
-
-
-@pytest.mark.parametrize("way", ["unwrap", "another algorithm"])
-def test_it_may_be_undone_and_done_again(ranks: Ranks, way: str) -> None:
-    for worst, types in ranks(2).run(undone, way):
-        assert worst == 0.0
-        assert set(types) == {"Parameter"}
-
-
 # What it keeps, and in which precision.
 
 
@@ -417,33 +278,3 @@ def test_states_are_divided_by_the_ranks(ranks: Ranks, world_size: int) -> None:
     assert sum(own for own, _, _ in found) == whole
     for own, _, _ in found:
         assert own <= (whole + 2 * padding) / world_size
-
-
-@torch.compiler.set_stance("force_eager")
-def steps_of_a_thousandth(master_weights: bool) -> float:
-    """What fifty of them make of ones in bfloat16."""
-    model, optimizer = make(module=Mlp(WIDTH, 3).to(torch.bfloat16), sharded=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    shard_optimizer(optimizer, model, master_weights=master_weights)
-    for _ in range(50):
-        loss_of(model(torch.zeros(2, WIDTH, dtype=torch.bfloat16))).backward()
-        for piece in optimizer.param_groups[0]["params"]:
-            assert piece.dtype == (torch.float32 if master_weights else torch.bfloat16)
-            piece.grad.fill_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    values = {float(value) for p in model.parameters() for value in p.detach().float().unique()}
-    with torch.no_grad():
-        next(model.parameters()).fill_(0.5)  # what a user writes is where it goes on from
-    optimizer.step()
-    assert (next(model.parameters()) == 0.5).all()
-    (value,) = values
-    return value
-
-
-def test_master_weights_keep_what_bfloat16_would_lose(ranks: Ranks) -> None:
-    assert ranks(2).run(steps_of_a_thousandth, True) == pytest.approx([0.95, 0.95], abs=0.002)
-    assert ranks(2).run(steps_of_a_thousandth, False) == [1.0, 1.0]

@@ -11,15 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import Mlp, loss_of
-from rank_pool import RankPool, on_ranks
-from test_sharded_optimizer import WIDTH, batch
-from test_sharded_parameters import equal_on_all_ranks, make
-from test_sharded_refusals import said_by
+from oracle import WIDTH, batch, equal_on_all_ranks, make, said_by
+from rank_pool import RankPool
 from torch import nn
-
-from ddp_compile import ddp_compile, shard_optimizer
 
 Ranks = Callable[[int], RankPool]
 
@@ -117,69 +112,3 @@ def stepped_without_the_model() -> tuple[bool, bool, bool]:
 
 def test_an_optimizer_steps_after_its_model_is_gone(ranks: Ranks) -> None:
     assert ranks(2).run(stepped_without_the_model) == [(True, True, True)] * 2
-
-
-# Gradients that are not zeroed.
-
-
-class Uneven:
-    """Each of the first two of three ranks owns a matrix, and the first one has all of the biases."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        self.model: Any = ddp_compile(nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3)), backend="eager")
-        parameters = list(self.model.parameters())
-        self.optimizers = [torch.optim.Muon(parameters[::2]), torch.optim.SGD(parameters[1::2], lr=0.1, momentum=0.9)]
-        shard_optimizer(self.optimizers, self.model, allow_uneven=True)
-
-    def train(self, step: int, zeroed: list[Any]) -> None:
-        loss_of(self.model(batch(step))).backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-        for each in zeroed:
-            each.zero_grad()
-
-
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
-def test_a_forgotten_zero_grad_is_an_error_of_each_rank_that_forgot_it() -> None:
-    rank = dist.get_rank()
-    for who in (2, None):  # rank 2 has no part of any
-        for forgotten, name in ((0, "0.weight"), (1, "0.bias")):
-            uneven = Uneven()
-            uneven.train(0, uneven.optimizers)
-            forgets = who in (rank, None)
-            uneven.train(1, uneven.optimizers[1 - forgotten :][:1] if forgets else uneven.optimizers)
-            loss = loss_of(uneven.model(batch(2)))
-            if forgets:
-                told = f"ReplicationError: rank {rank}: a backward has ended, and the gradient of {name} from before"
-                assert told in said_by(loss.backward)
-            else:
-                loss.backward()
-
-
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
-def test_gradients_may_be_zeroed_in_each_way_on_ranks_that_have_none_of_them() -> None:
-    def by_pieces(uneven: Uneven, zero: Callable[[nn.Parameter], Any]) -> None:
-        for optimizer in uneven.optimizers:
-            for piece in optimizer.param_groups[0]["params"]:
-                zero(piece)
-
-    ways: list[Callable[[Uneven], Any]] = [
-        lambda uneven: uneven.model.zero_grad(),
-        lambda uneven: uneven.model.zero_grad(set_to_none=False),
-        lambda uneven: [optimizer.zero_grad(set_to_none=False) for optimizer in uneven.optimizers],
-        lambda uneven: [parameter.grad.zero_() for parameter in uneven.model.parameters()],
-        lambda uneven: [setattr(parameter, "grad", None) for parameter in uneven.model.parameters()],
-        lambda uneven: by_pieces(uneven, lambda piece: setattr(piece, "grad", None)),
-        lambda uneven: by_pieces(uneven, lambda piece: piece.grad.zero_()),
-    ]
-    ends = []
-    for zero in ways:
-        uneven = Uneven()
-        for step in range(3):
-            uneven.train(step, [])
-            zero(uneven)
-        ends.append(torch.cat([parameter.detach().flatten() for parameter in uneven.model.parameters()]))
-        assert torch.equal(ends[0], ends[-1]) and equal_on_all_ranks(ends[-1])

@@ -1,0 +1,503 @@
+"""What a sharded optimizer does not do is an error by name, and never a step by other values than the user's."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import pickle
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of
+from oracle import WIDTH, batch, make, plain, refused, values_of
+from rank_pool import RankFailure, Ranks, on_ranks
+from torch import Tensor, nn, optim
+
+from ddp_compile import ddp_compile, shard_optimizer, sharded_optimizer_state_dict
+from ddp_compile.algorithms import ByteGrad
+
+LOCAL = "was called while layers.0.weight.grad holds a local gradient, which has not been reduced"
+
+
+def replicated(module: nn.Module | None = None, **settings: Any) -> Any:
+    return ddp_compile(module or Mlp(WIDTH, 2), bucket_cap_mb=0.001, **{"backend": "eager", **settings})
+
+
+class Unknown(optim.SGD):
+    pass
+
+
+@on_ranks(2)
+def test_calls() -> None:
+    model, rank = replicated(), dist.get_rank()
+    parameters = list(model.parameters())
+    halved = Mlp(WIDTH, 2)
+    halved.layers[0].requires_grad_(False)
+    halved = replicated(halved)
+    other = nn.Parameter(torch.zeros(2))
+    low = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    adamw, unlike = optim.AdamW(parameters), "RanksDifferError: RANK: on rank 1, the optimizers to be sharded have"
+    calls: list[tuple[str, Any, Any, dict[str, Any]]] = [
+        ("TypeError: optimizer='adamw' is not a torch.optim.Optimizer", "adamw", model, {}),
+        ("model is an Mlp that is not replicated; call ddp_compile(model) first", adamw, Mlp(WIDTH, 2), {}),
+        ("the model reduces their gradients: layers.0.weight. Put all", optim.AdamW(parameters[1:]), model, {}),
+        ("the optimizer has 1 parameter outside of the model", optim.AdamW([*parameters, other]), model, {}),
+        ("LBFGS cannot be sharded, since it looks at all parameters at once", optim.LBFGS(parameters), model, {}),
+        ("RANK: LBFGS cannot be sharded", [optim.LBFGS(parameters)], model, {"placement": "whole"}),
+        (
+            "RANK: missing in the optimizer, although the model reduces their gradients: layers.0.bias. Put all",
+            [optim.SGD(parameters[:1]), optim.Adafactor(parameters[2:])],
+            model,
+            {},
+        ),
+        (
+            "RANK: Adafactor with 1 whole parameter on 2 ranks leaves 1 rank without any",
+            [optim.SGD(parameters[1:]), optim.Adafactor(parameters[:1])],
+            model,
+            {},
+        ),
+        ("optimizer=[] has no optimizer", [], model, {}),
+        ("placement='flat' with elementwise=False: pass placement='whole'", adamw, model, {"placement": "flat"}),
+        (
+            "placement='whole' with elementwise=True: pass placement='whole'",
+            adamw,
+            model,
+            {"placement": "whole", "elementwise": True},
+        ),
+        (
+            "Adafactor with eps=(None, 0.001) derives a group's first epsilon from the dtype",
+            optim.Adafactor([*parameters, low]),
+            model,
+            {},
+        ),
+        (
+            "in more than one optimizer: layers.0.weight; leave each",
+            [optim.SGD(parameters), optim.SGD(parameters[:1])],
+            model,
+            {},
+        ),
+        (
+            "SGD has no parameter that the model reduces; leave it out",
+            [optim.SGD(halved.layers[i].parameters()) for i in range(2)],
+            halved,
+            {},
+        ),
+        ("SGD with differentiable=True cannot be sharded", optim.SGD(parameters, differentiable=True), model, {}),
+        (unlike, optim.SGD(parameters, lr=0.1 * (1 + rank)), model, {}),
+        (unlike, optim.SGD(parameters, lr=torch.tensor(0.1 + 1e-7 * rank)), model, {}),
+        (unlike, [optim.SGD(parameters[i::2]) for i in (rank, 1 - rank)], model, {}),
+        (unlike, optim.SGD([{"params": parameters[: 1 + rank]}, {"params": parameters[1 + rank :]}]), model, {}),
+        (unlike, optim.SGD(parameters[:: 1 - 2 * rank]), model, {}),
+        (
+            ("Unknown works element by element is unknown; pass elementwise=True" if rank else unlike),
+            Unknown(parameters),
+            model,
+            {"elementwise": rank == 0},
+        ),
+        ("a sharded optimizer cannot be used with the ByteGrad", adamw, replicated(algorithm=ByteGrad()), {}),
+    ]
+    for said, optimizer, of, settings in calls:
+        with refused(said):
+            shard_optimizer(optimizer, of, **settings)
+    loss_of(model(batch(0))).backward()
+    with refused("shard_optimizer was called while 4 parameters had a gradient; call it between two steps"):
+        shard_optimizer(adamw, model)
+    model.zero_grad()
+    sparse = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    with refused("takes no sparse gradients"):
+        shard_optimizer(optim.SGD(sparse.parameters()), replicated(sparse))
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_calls_once_sharded() -> None:
+    model, optimizer = make()
+    plain(model, optimizer, 0)
+    loss_of(model(batch(0))).backward()
+    parameters = list(model.parameters())
+    for foreach in (False, True):
+        with refused("layers.0.weight.grad, which is reduced to shards: no rank has all of it"):
+            optim.SGD(parameters, foreach=foreach).step()
+    with refused("this AdamW is sharded already"):
+        shard_optimizer(optimizer, model)
+    with refused("the first call shards all parameters of a model. Pass all optimizers to one call"):
+        shard_optimizer(optim.AdamW(parameters), model)
+    with refused("add_param_group was called on a sharded optimizer"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with refused("cannot be used with the sharded optimizer: "):
+        model.register_comm_hook(None, lambda state, bucket: None)
+    with refused("Join cannot be used with the sharded optimizer: "):
+        model.join_hook()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with refused("a sharded optimizer cannot be copied or pickled"):
+            copied(optimizer)
+    assert {type(p) for p in copy.deepcopy(model).parameters()} == {nn.Parameter}
+    assert optimizer.state[parameters[0]] == {}  # a look leaves nothing in the state_dict
+    assert sorted(optimizer.state_dict()["state"]) == list(range(8))
+
+
+# Memory that is shared.
+
+
+class WithAlias(Mlp):
+    """Has something on the memory of its first weight."""
+
+    def __init__(self, alias: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__(WIDTH, 2)
+        if alias is not None:
+            self.add(alias)
+
+    def add(self, alias: Callable[[Tensor], Tensor]) -> None:
+        value = alias(self.layers[0].weight)
+        if isinstance(value, nn.Parameter):
+            self.alias = value
+        else:
+            self.register_buffer("alias", value)
+
+
+def frozen(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.data[1:], requires_grad=False)
+
+
+OF_STORAGE = "parameters share a storage, which sharding would undo: layers.0.weight, the"
+BETWEEN_PROCESSES = "sharding would undo: layers.0.weight, layers.0.bias, layers.1.weight, layers.1.bias. Give each"
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_shared_memory() -> None:
+    """At the call, at the end of the first backward, and after it."""
+    changes: list[tuple[str, Callable[[WithAlias], Any]]] = [
+        (f"{OF_STORAGE} buffer alias, which is not trained", lambda m: m.add(Tensor.detach)),
+        (f"{OF_STORAGE} parameter alias, which is not trained", lambda m: m.add(frozen)),
+        (BETWEEN_PROCESSES, lambda m: m.share_memory()),
+    ]
+
+    def trained(model: Any) -> Any:
+        return optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    for said, change in changes:
+        module = WithAlias()
+        change(module)
+        model = replicated(module)
+        with refused("ReplicationError: RANK: parameters ", said):
+            shard_optimizer(trained(model), model)
+        model = replicated(WithAlias())
+        shard_optimizer(trained(model), model)
+        loss = loss_of(model(batch(0)))
+        if dist.get_rank() == 1:
+            change(model)
+        with refused("ReplicationError: rank 1: ", said):
+            loss.backward()
+    model = replicated(WithAlias())
+    optimizer = shard_optimizer(trained(model), model)
+    loss_of(model(batch(0))).backward()
+    with refused("RANK: cannot share the memory of layers.0.weight.grad, which exists only as shards"):
+        model.share_memory()
+    with refused("RANK: layers.0.weight has been moved into memory that other processes share"):
+        optimizer.step()
+    tied = Mlp(WIDTH, 2)
+    tied.layers[1].weight.data = tied.layers[0].weight.data
+    with refused("parameters share a storage, which sharding would undo: layers.0.weight, layers.1.weight"):
+        make(module=tied)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_sending_parameters_to_other_processes() -> None:
+    """Copies may be sent."""
+    model, optimizer = make()
+    for step in range(3):
+        plain(model, optimizer, step)
+        ForkingPickler.dumps([parameter.detach().clone() for parameter in model.parameters()])
+    ForkingPickler.dumps(model.layers[0].weight)
+    with refused("RANK: layers.0.weight has been moved into memory", "Send p.detach().clone()"):
+        plain(model, optimizer, 3)
+
+
+# Gradients.
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_gradients() -> None:
+    model, optimizer = make()
+    first = next(model.parameters())
+    with model.no_sync():
+        loss_of(model(batch(0))).backward()
+    with refused(f"optimizer.step() {LOCAL}"):
+        optimizer.step()
+    model.zero_grad()
+    for step in range(2):
+        loss_of(model(batch(step))).backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    pieces = optimizer.param_groups[0]["params"]
+    for question in (partial(nn.utils.clip_grad_norm_, pieces, 1.0), pieces[0].grad.isfinite):
+        with refused("was called on gradients that are reduced to shards", "clip with model.clip_grad_norm_"):
+            question()
+    assert "reduced to shards" in repr(first.grad)
+    first.grad = torch.ones_like(first)
+    with refused(".grad of layers.0.weight was set after a backward had reduced it"):
+        optimizer.step()
+    first.grad = None
+    before = first.detach().clone()
+    optimizer.step()
+    assert torch.equal(first.detach(), before)  # None is no gradient
+    optimizer.zero_grad()
+    kept = loss_of(model(batch(2)))
+    kept.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    with refused("has been modified by an inplace operation"):
+        kept.backward()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_gradient_that_is_never_reduced() -> None:
+    model, optimizer = make(find_unused_parameters=False)
+    plain(model, optimizer, 0)
+    loss_of(model(batch(1))).backward()
+    next(model.parameters()).square().sum().backward()
+    with refused(f"optimizer.step() {LOCAL}"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_forward_between_backward_and_step_hides_no_error(is_local: bool) -> None:
+    model, optimizer = make()
+    loss_of(model(batch(0))).backward()
+    with model.no_sync() if is_local else nullcontext():
+        loss = loss_of(model(batch(1)))
+    first = next(model.parameters())
+    with refused("Clip with model.clip_grad_norm_(max_norm)"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with refused("read with model.full_gradients()"):
+        first.grad.sum()
+    first.grad = torch.ones_like(first)
+    with refused(".grad of layers.0.weight was set after a backward"):
+        optimizer.step()
+    first.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    with refused("has been modified by an inplace operation"):
+        loss.backward()
+    model.zero_grad()
+    loss_of(model(batch(0))).backward()
+    for order in (0, -math.inf, math.nan):
+        with refused(f"ValueError: norm_type={float(order)} must be above zero"):
+            model.clip_grad_norm_(1.0, order)
+    with model.no_sync():
+        loss_of(model(batch(1))).backward()
+    for what, call in (
+        ("model.clip_grad_norm_()", partial(model.clip_grad_norm_, 1.0)),
+        ("model.full_gradients()", model.full_gradients),
+        ("optimizer.step()", optimizer.step),
+    ):
+        with refused(f"{what} {LOCAL}"):
+            call()
+
+
+# Ranks that differ.
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_different_calls() -> None:
+    model, _ = make()
+    loss_of(model(batch(0))).backward()
+    what = ("model.clip_grad_norm_()", "model.full_gradients()")[dist.get_rank()]
+    with refused(f"RanksDifferError: RANK: {what} has met something else on another rank"):
+        model.full_gradients() if dist.get_rank() else model.clip_grad_norm_(1.0)
+
+
+@torch.compiler.set_stance("force_eager")
+def steps_and_goes_on(leaves: bool) -> None:
+    """Rank 1 leaves out a step, and ends or goes on."""
+    model, optimizer = make()
+    for step in range(8):
+        loss_of(model(batch(step))).backward()
+        if step == 3 and dist.get_rank() == 1:
+            if leaves:
+                time.sleep(0.5)  # or the other one's step would find the connection closed
+                return
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_rank_that_leaves_out_a_step(ranks: Ranks) -> None:
+    for said in ranks(2).run_expecting_failures(steps_and_goes_on, False, timeout_s=2.0):
+        assert isinstance(said, RankFailure) and said.kind == "ReductionError", said
+    said, nothing = ranks(2).run_expecting_failures(steps_and_goes_on, True, timeout_s=2.0)
+    assert nothing is None and said.kind == "ReductionError" and "gather of parameters after step 4" in said.message
+
+
+# Groups, and the end.
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_edits_of_groups() -> None:
+    said = 'group["params"], or the number of groups, of a sharded optimizer has been changed'
+    model, optimizer = make()
+    if dist.get_rank() == 1:
+        del optimizer.param_groups[0]["params"][0]
+    with refused("rank 1: ", said):
+        loss_of(model(batch(0))).backward()
+    ends = []
+    for edits in (True, False):
+        model, optimizer = make()
+        group = optimizer.param_groups[0]
+        num_whole = len(group["params"])
+        for step in range(3):
+            loss_of(model(batch(step))).backward()
+            if edits and step < 2:
+                kept = list(group["params"])
+                group["params"] = kept[1:] if step else []
+                for call in (optimizer.step, optimizer.state_dict):
+                    with refused(f"RANK: {said}", "Put back what was there; to leave parameters out"):
+                        call()
+                group["params"] = kept
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(values_of(model))
+    assert torch.equal(*ends)
+    group["params"] = group["params"][1:]
+    with pytest.warns(UserWarning, match=r"an edit is undone: group"):
+        model.unwrap()
+    assert len(optimizer.param_groups[0]["params"]) == num_whole
+
+
+@pytest.mark.parametrize(("is_gone", "stay"), [(False, 0), (True, 2)])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_unwrap_destroys_its_process_groups(is_gone: bool, stay: int) -> None:
+    """Unless that of the model is gone."""
+    groups = dist.distributed_c10d._world.pg_map
+    before = set(groups)
+    own = dist.new_group()
+    model, optimizer = make(process_group=own)
+    assert len(set(groups) - before) == 3
+    plain(model, optimizer, 0)
+    model.await_parameters()
+    dist.barrier()  # the other rank may still be sending over it
+    if is_gone:
+        dist.destroy_process_group(own)
+    model.unwrap()
+    assert len(set(groups) - before - {own}) == stay
+    dist.barrier()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_unwrap_early_and_after_an_error() -> None:
+    model, optimizer = make()
+    model.unwrap()
+    loss_of(model(batch(0))).backward()
+    optimizer.step()
+    assert "step" not in vars(optimizer) and "zero_grad" not in vars(optimizer)
+
+    def bad_sample(_gradient: Any) -> None:
+        raise KeyError
+
+    model, optimizer = make()
+    plain(model, optimizer, 0)
+    model.layers[0].weight.register_hook(bad_sample)  # others have come by then
+    with pytest.raises((KeyError, RuntimeError)):
+        loss_of(model(batch(1))).backward()
+    model.unwrap()
+    with refused("was sharded for a model that was unwrapped after an error"):
+        optimizer.step()
+
+
+# A step that raises.
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_step_that_is_interrupted_before_a_gather(which: int) -> None:
+    model, optimizer = make()
+    held = list(model.parameters())
+    loss_of(model(batch(0))).backward()
+    count = iter(range(8))
+
+    def interrupted(gather: Callable[[Any], None], stepped: Any) -> None:
+        if next(count) == which:
+            raise KeyboardInterrupt
+        gather(stepped)
+
+    for bucket in model.comm_algorithm.buckets:
+        bucket.gather = partial(interrupted, bucket.gather)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    for call in (
+        model.state_dict,
+        lambda: model.layers[0].weight.sum(),
+        optimizer.step,
+        lambda: model(batch(1)),
+        model.unwrap,
+        lambda: [float(p.sum()) for p in held],
+    ):
+        with refused(".step() has raised before all parameters were stepped"):
+            call()
+    with refused("make a new optimizer, and load a checkpoint"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])  # in the first bucket, between, and in the last, outside of our hooks
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_states_after_a_step_that_is_interrupted(left: int) -> None:
+    model = replicated(Mlp(WIDTH, 3))
+    optimizer = shard_optimizer(optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), model)
+    module: Any = importlib.import_module("torch.optim.sgd")
+    calls, step_of = [], module.sgd
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) > left:
+            raise KeyboardInterrupt
+        step_of(*args, **kwargs)
+
+    loss_of(model(batch(0))).backward()
+    num_pieces = len(optimizer.param_groups[0]["params"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "sgd", fails)
+        optimizer.step()
+    for call in (
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict({}),
+        lambda: sharded_optimizer_state_dict(optimizer),
+        optimizer.step,
+    ):
+        with refused("RANK: SGD.step() has raised before all parameters were stepped, so the ranks have diverged"):
+            call()
+    pieces = optimizer.param_groups[0]["params"]
+    with refused("isfinite was called on gradients that are reduced to shards"):
+        pieces[0].grad.isfinite()
+    assert len(pieces) == num_pieces
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_parameters_of_another_dtype() -> None:
+    model, optimizer = make("sgd")
+    loss_of(model(batch(0))).backward()
+    first = next(model.parameters())
+    first.data = first.data.double()
+    with refused("ParametersChangedError", "layers.0.weight"):
+        optimizer.step()

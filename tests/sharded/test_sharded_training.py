@@ -1,0 +1,478 @@
+"""Sharded optimizers train as unsharded ones do. With two ranks, `fuzz.sharded` compares every optimizer of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_ci import only
+from models import Mlp, loss_of
+from oracle import (
+    KINDS,
+    WIDTH,
+    Pair,
+    assert_trains_alike,
+    batch,
+    equal_on_all_ranks,
+    late_rank,
+    make,
+    optimizers_by_name,
+    plain,
+    refused,
+    values_of,
+)
+from rank_pool import on_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.algorithms import GradientAllReduce
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks()
+@torch.compiler.set_stance("force_eager")
+def test_steps_are_those_of_unsharded_optimizers(kind: str, world_size: int) -> None:
+    pair = Pair(kind, overlap=world_size == 2)
+    model, optimizers = pair.model, pair.optimizers
+    for step in range(8):
+        pair.train(step)
+    # Clipped, with an evaluation between, and zeroed one by one between the steps.
+    loss_of(model(batch(3))).backward()
+    model.clip_grad_norm_(1e-3)
+    with torch.no_grad():
+        model(batch(3))
+    pair.follow()
+    for each, theirs in zip(optimizers, pair.of_reference, strict=True):
+        each.step()
+        each.zero_grad()
+        theirs.step()
+    pair.compare()
+    # Accumulated, without reductions and with them.
+    for part in range(4):
+        with model.no_sync() if part < 2 else contextlib.nullcontext():
+            loss_of(model((part + 1) * batch(4))).backward()
+    pair.follow()
+    pair.step()
+    model.zero_grad()
+    pair.compare()
+    # With a closure, called by the first.
+    loss_of(model(batch(5))).backward()
+    pair.follow()
+    model.zero_grad()
+
+    def compute() -> Tensor:
+        loss = loss_of(model(batch(5)))
+        loss.backward()
+        return loss
+
+    assert optimizers[0].step(compute) > 0
+    for each in (*optimizers[1:], *pair.of_reference):
+        each.step()
+    model.zero_grad()
+    pair.compare()
+    # Written by a user between two steps.
+    with torch.no_grad():
+        for module in (model, pair.reference):
+            module.first.weight.mul_(0.5)
+            module.middle[1].weight.data = torch.full((33, 33), 0.01).t()
+    pair.train(6)
+    # Given back.
+    model.unwrap()
+    assert not pair.differences()
+    loss_of(model(batch(7))).backward()
+    assert model.first.weight.grad is not None
+
+
+@pytest.mark.long
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_every_optimizer_on_three_ranks() -> None:
+    for kind in optimizers_by_name():
+        pair = Pair(kind)
+        for step in range(6):
+            pair.train(step, clips=step % 2 == 1)
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@on_ranks(2)
+def test_compiled_forwards_wait_part_by_part(split: str) -> None:
+    train_compiled("part by part", split=split)
+
+
+@pytest.mark.long  # regions are in test_regions.py, owners in the test before
+@on_ranks(2)
+def test_regions() -> None:
+    train_compiled("5 regions of Linear", split="auto", regions=[nn.Linear])
+
+
+def train_compiled(explained: str, **settings: Any) -> None:
+    pair = Pair("muon", backend="aot_eager", **settings)
+    for step in range(4):
+        pair.train(step, clips=step % 2 == 1)
+    text = str(pair.model.explain())
+    assert explained in text and " 0 graphs for training" not in text, text
+
+
+@pytest.mark.parametrize(
+    ("kinds", "backends"),
+    only(
+        [(["adamw"], ["aot_eager"])],
+        [(["adamw"], ["aot_eager"]), (["sgd, nesterov", "adamw", "adam, fused"], ["aot_eager", "inductor"])],
+    ),
+    ids=str,
+)
+@on_ranks(2)
+def test_compiled_steps(kinds: list[str], backends: list[str]) -> None:
+    for kind, backend in itertools.product(kinds, backends):
+        torch.compiler.reset()
+        ends = []
+        for sharded in (True, False):
+            torch.manual_seed(1)
+            model, optimizer = make(kind, Mlp(WIDTH, 2), sharded)
+            if sharded:
+                optimizer.step = torch.compile(optimizer.step, backend=backend)
+            for step in range(3):
+                plain(model, optimizer, step)
+            loss_of(model(batch(3))).backward()
+            optimizer.step()
+            if sharded:  # after a compiled step as after any other
+                with refused("reduced to shards"):
+                    optimizer.param_groups[0]["params"][0].grad.norm()
+            ends.append(values_of(model))
+        torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_ddp_parity() -> None:
+    """Also with a step that a GradScaler skips on all ranks, since one parameter of one rank overflows."""
+    ends = []
+    for sharded in (True, False):
+        torch.manual_seed(1)
+        module = Mlp(WIDTH, 4)
+        model: Any = ddp_compile(module, backend="aot_eager") if sharded else DistributedDataParallel(module)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        if sharded:
+            shard_optimizer(optimizer, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(6):
+            x = batch(step) * (float("inf") if step % 3 == 1 and dist.get_rank() == 1 else 1.0)
+            scaler.scale(loss_of(model(x))).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 16.0
+        ends.append(values_of(module))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+# Low precision.
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_master_weights() -> None:
+    pair = Pair("muon", dtype=torch.bfloat16)
+    for step in range(4):
+        pair.train(step, clips=step % 2 == 1)
+
+
+@pytest.mark.parametrize(("master_weights", "expected"), [(True, 0.95), (False, 1.0)])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_fifty_steps_of_a_thousandth(master_weights: bool, expected: float) -> None:
+    """Each of them is lost in bfloat16. What a user writes is stepped from."""
+    model: Any = ddp_compile(Mlp(WIDTH, 3).to(torch.bfloat16), backend="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    shard_optimizer(optimizer, model, master_weights=master_weights)
+    for _ in range(50):
+        loss_of(model(torch.zeros(2, WIDTH, dtype=torch.bfloat16))).backward()
+        for piece in optimizer.param_groups[0]["params"]:
+            assert piece.dtype == (torch.float32 if master_weights else torch.bfloat16)
+            piece.grad.fill_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert values_of(model).float().unique().tolist() == pytest.approx([expected], abs=0.002)
+    with torch.no_grad():
+        next(model.parameters()).fill_(0.5)
+    optimizer.step()
+    assert (next(model.parameters()) == 0.5).all()
+
+
+# Ordinary code.
+
+
+def local_gradients_dropped(model: Any, optimizer: Any) -> None:
+    for step in range(3):
+        with model.no_sync():
+            loss_of(100 * model(batch(step))).backward()
+        optimizer.zero_grad(set_to_none=step != 1)
+        plain(model, optimizer, step + 5)
+
+
+def hooks_around_steps(model: Any, optimizer: Any) -> None:
+    """One scales gradients, one averages parameters."""
+    average: dict[Any, Tensor] = {p: p.detach().clone() for p in model.parameters()}
+
+    def scale(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+    def average_all(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for parameter, value in average.items():
+            value.lerp_(parameter.detach(), 0.1)
+
+    optimizer.register_step_pre_hook(scale)
+    optimizer.register_step_post_hook(average_all)
+    for step in range(4):
+        with late_rank():
+            plain(model, optimizer, step)
+    with torch.no_grad():
+        for parameter, value in average.items():
+            parameter.copy_(value)
+
+
+def forwards_between(model: Any, optimizer: Any) -> None:
+    """Forwards without a backward between backward and step, and parameters that are left out of the step."""
+    for step in range(4):
+        loss_of(model(batch(step))).backward()
+        first, *others = list(model.parameters())[: step + 1]
+        for parameter in others:
+            parameter.grad = None
+        if step % 2:
+            model(batch(step + 50))
+        with model.no_sync():
+            model(batch(step + 60))
+        if step == 3:
+            first.grad = None
+        assert float(model.clip_grad_norm_(100.0)) > 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def edits_after_a_forward(model: Any, optimizer: Any) -> None:
+    """``.grad`` is dropped and zeroed after a forward, before its backward adds to what was reduced."""
+    first, second, third, *others = model.parameters()
+    for step in range(6):
+        loss_of(model(batch(step))).backward()
+        with model.no_sync() if step % 2 else contextlib.nullcontext():
+            loss = loss_of(model(batch(step + 50)))
+            first.grad.zero_()
+            if step < 4:
+                for parameter in (second, *(others if step < 2 else ())):
+                    parameter.grad = None
+            else:
+                third.grad = torch.ones_like(third)
+            loss.backward()
+        if step % 2:
+            loss_of(model(batch(step + 60))).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 3 == 0)
+
+
+def zeroed_or_not(model: Any, optimizer: Any) -> None:
+    """In all ways, after a step: zeros are stepped by, None is not. What is not zeroed is added to."""
+    first, second, *_ = model.parameters()
+    for step in range(7):
+        loss_of(model(batch(step))).backward()
+        if step == 4:
+            first.grad.zero_()
+        optimizer.step()
+        if step == 2:
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+        elif step == 3:
+            for parameter in model.parameters():
+                parameter.grad = None
+        elif step in (0, 4):
+            model.zero_grad(set_to_none=False)
+            second.grad = None
+            optimizer.step()
+            model.zero_grad(set_to_none=False)
+        elif step != 5:
+            optimizer.zero_grad(set_to_none=step != 1)
+
+
+def backwards_without_forwards(model: Any, optimizer: Any) -> None:
+    for step in range(3):
+        loss = loss_of(model(batch(step)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Chosen(Mlp):
+    """Has as many layers as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4)
+
+    def forward(self, x: Tensor, count: int = 4) -> Tensor:
+        for layer in self.layers[:count]:
+            x = layer(x).relu()
+        return x
+
+
+def unused_parameters(model: Any, optimizer: Any) -> None:
+    """Reduced backwards, local ones and none, of which not all reach every parameter."""
+    for step in range(4):
+        loss_of(model(batch(step))).backward()
+        if step == 1:
+            for parameter in model.parameters():
+                parameter.grad = None
+        with model.no_sync():
+            model(batch(step + 50), 1)
+            loss_of(model(batch(step + 60), 2)).backward()
+        if step == 2:
+            model.zero_grad()
+        loss_of(model(batch(step + 70), 3)).backward()
+        optimizer.step()
+        model.zero_grad()
+
+
+def unwrapped_before_a_step(model: Any, optimizer: Any) -> None:
+    """With local gradients beside, one gradient that was set to None, and one that was zeroed."""
+    plain(model, optimizer, 0)
+    loss_of(model(batch(1))).backward()
+    parameters = list(model.parameters())
+    parameters[3].grad = None
+    parameters[4].grad.zero_()
+    with model.no_sync():
+        loss_of(model(batch(2 + dist.get_rank()), 2)).backward()
+    model.unwrap()
+    optimizer.step()
+
+
+def undone_and_done_again(model: Any, optimizer: Any) -> None:
+    sharded = type(model.comm_algorithm).__name__ == "ShardedAlgorithm"
+    for step in range(6):
+        plain(model, optimizer, step)
+        if step in (1, 3):
+            model.set_comm_algorithm(GradientAllReduce())
+        elif step in (2, 4) and sharded:
+            shard_optimizer(optimizer, model)
+
+
+def steps_without_gradients(model: Any, optimizer: Any) -> None:
+    """Before a backward, twice in a row, after zeroing; a part is frozen later."""
+    optimizer.step()
+    for step in range(5):
+        loss_of(model(batch(step))).backward()
+        optimizer.step()
+        if step == 2:
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        if step == 3:
+            model.layers[1].requires_grad_(False)
+
+
+def parameters_written(model: Any, optimizer: Any) -> None:
+    """As WGAN does it, and to other memory."""
+    for step in range(4):
+        plain(model, optimizer, step)
+        for parameter in model.parameters():
+            if step % 2:
+                parameter.data = parameter.data * 2
+            else:
+                parameter.data.clamp_(-0.05, 0.05)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_ordinary_code_trains_as_without_shards() -> None:
+    assert_trains_alike(local_gradients_dropped)
+    assert_trains_alike(hooks_around_steps)
+    assert_trains_alike(forwards_between)
+    assert_trains_alike(edits_after_a_forward, tolerance=1e-6, kind="sgd")
+    assert_trains_alike(zeroed_or_not, tolerance=1e-6, kind="sgd")
+    assert_trains_alike(backwards_without_forwards, tolerance=1e-6, kind="sgd")
+    assert_trains_alike(unused_parameters, Chosen, 1e-6, kind="sgd", find_unused_parameters=True)
+    assert_trains_alike(unwrapped_before_a_step, Chosen, find_unused_parameters=True)
+    assert_trains_alike(undone_and_done_again)
+    assert_trains_alike(steps_without_gradients, find_unused_parameters=True)
+    assert_trains_alike(parameters_written)
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@on_ranks(2)
+def test_forwards_between_compiled(split: str) -> None:
+    assert_trains_alike(forwards_between, backend="aot_eager", split=split)
+    assert_trains_alike(edits_after_a_forward, tolerance=1e-6, kind="sgd", backend="aot_eager", split=split)
+
+
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_zeroing_on_ranks_without_pieces() -> None:
+    """Each of the first two of three ranks owns a matrix, and the first one has all of the biases."""
+
+    def by_pieces(zero: Any) -> None:
+        for optimizer in optimizers:
+            for piece in optimizer.param_groups[0]["params"]:
+                zero(piece)
+
+    ends = []
+    ways = (
+        lambda: model.zero_grad(set_to_none=False),
+        lambda: [parameter.grad.zero_() for parameter in model.parameters()],
+        lambda: [setattr(parameter, "grad", None) for parameter in model.parameters()],
+        lambda: by_pieces(lambda piece: setattr(piece, "grad", None)),
+        lambda: by_pieces(lambda piece: piece.grad.zero_()),
+    )
+    for zero in ways:
+        torch.manual_seed(1)
+        model: Any = ddp_compile(nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3)), backend="eager")
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.Muon(parameters[::2]), torch.optim.SGD(parameters[1::2], lr=0.1, momentum=0.9)]
+        shard_optimizer(optimizers, model, allow_uneven=True)
+        for step in range(3):
+            loss_of(model(batch(step))).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            zero()
+        ends.append(values_of(model))
+        assert torch.equal(ends[0], ends[-1]) and equal_on_all_ranks(ends[-1])
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    parameter.sub_(group["lr"] * (0.9 * momentum + 0.1 * parameter.grad).sign())
+                    momentum.lerp_(parameter.grad, 0.01)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_elementwise_optimizer_of_users() -> None:
+    ends = []
+    for sharded in (True, False):
+        model, _ = make(sharded=False)
+        optimizer = Lion(model.parameters())
+        if sharded:
+            with refused("Lion works element by element is unknown; pass elementwise=True"):
+                shard_optimizer(optimizer, model)
+            shard_optimizer(optimizer, model, elementwise=True)
+        for step in range(4):
+            plain(model, optimizer, step)
+        ends.append(values_of(model))
+    assert torch.equal(*ends)
