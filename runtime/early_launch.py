@@ -1,23 +1,26 @@
 """Launching a bucket inside a compiled backward, before AccumulateGrad has seen its gradients.
 
 Note [Launched before AccumulateGrad]
-A compiled backward cannot tell whether another contribution to a gradient will follow: from a regulariser, a second
-forward, or a layer that is used twice. So some iterations teach: the first one and, since graphs are compiled later
-too, every agreement point. There the reducer watches each bucket that may not be launched early yet. A bucket has one
-contributor if one graph computed it once, and each ``.grad`` then was the very tensor that was computed. The ranks
-agree on these buckets, and from then on launch them as soon as a graph has computed them. A bucket that turned out to
-be launched too early is never launched early again.
-
-The reducer keeps a detached alias of each computed gradient until the iteration ends. The engine adds a second
+A compiled backward cannot tell whether another contribution to a gradient will follow: from a regularizer, a second
+forward, or a layer that is used twice. The reducer launches the bucket anyway, from the first iteration on, and finds
+out afterward. It keeps a detached alias of each computed gradient until the iteration ends. The engine adds a second
 contribution *in place* if nothing else holds the gradient's memory. Because of the alias it makes a new tensor, which
 the reducer notices. It also notices a hook that writes into the gradient, by the version, and a second arrival.
 
 If another contribution does follow, the bucket was launched too early. In each iteration, after the last bucket, the
 ranks tell each other which parameters got one. Every rank still has its own gradients: in ``.grad``, which does not
 point at the flat buffer before the iteration ends, or as copies if hooks launched the bucket. So every rank launches
-these buckets again, with complete gradients, and from then on their hooks launch them. The result is exact. If the
-algorithm is not replayable (comm hooks are not), every rank raises. Every rank also raises if gradients move: with
-``static_graph`` a backward may return views of the flat buffer, and then the launch overwrites this rank's gradients.
+these buckets again, with complete gradients, and from then on their hooks launch them. The result is exact. Only
+algorithms that are replayable launch early; the hooks of AccumulateGrad launch the buckets of the others.
+
+Every rank raises if a gradient that has to be launched again is gone. With ``static_graph`` a backward may return views
+of the flat buffer, and then the launch overwrites this rank's gradients. It does so only after the bucket was launched
+early once and nothing followed, since later iterations are the same.
+
+Keeping the gradients of a bucket and the message after the last bucket have a price, which modules that compile no such
+backward do not pay. So the ranks agree on the buckets that may be launched early. When the plan is sealed, these are
+all of them if any rank has compiled a graph that hands buckets over, and otherwise none. At every agreement point they
+become those that a compiled backward of any rank has computed since the last one.
 
 Note [Observed gradients]
 A backward may contain collectives of its own in the same process group, a synchronized BatchNorm's for example. They
@@ -25,15 +28,15 @@ pair up only if all ranks launch their buckets at the same places among them. So
 not delay a bucket, such as a user's hook on a parameter there. That rank launches the bucket as the others do, but
 leaves ``.grad`` alone and does not move the gradients, since the hook looks at them. It launches the bucket again
 whatever the hook did. This happens once, since from then on every rank leaves the bucket to its hooks. It is impossible
-with a comm hook, and with ``static_graph`` if the gradients move on another rank. Then a bucket with something in
-``.grad`` to be added to waits, on that rank alone, and a hook that has changed a gradient is an error. Values are
-compared for that, since a write through ``gradient.data`` changes no version.
+with ``static_graph`` if the gradients move on another rank. Then a bucket with something in ``.grad`` to be added to
+waits, on that rank alone, and a hook that has changed a gradient is an error. Values are compared for that, since a
+write through ``gradient.data`` changes no version.
 
 Note [Hooks that cannot be seen]
 The reducer sees hooks on a parameter, but not those on its AccumulateGrad node. A hook before the node may write
-through ``gradient.data``. So values are compared in iterations that teach, and in the first iteration after anyone has
-registered a hook of any kind. Later writes by such a hook go unnoticed. The device compares the values as they arrive,
-and the host reads all results at once, just before the ranks exchange theirs.
+through ``gradient.data``. So values are compared the first time that a bucket is launched early, and in the first
+iteration after anyone has registered a hook of any kind. Later writes by such a hook go unnoticed. The device compares
+the values as they arrive, and the host reads all results at once, just before the ranks exchange theirs.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from ddp_compile import torch_internals
 from ddp_compile.errors import this_rank
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
+from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.computed_bucket import ComputedBucket, EarlyDecision
@@ -61,10 +65,10 @@ log = logging.getLogger(__name__)
 
 
 class EarlyLaunch:
-    """Learns which buckets may be launched early, watches them, and repeats launches that were too early.
+    """Launches buckets that a compiled backward has computed, and repeats launches that were too early.
 
     Args:
-        is_enabled: Whether compiled backwards hand buckets over. Otherwise nothing is learnt and no bucket is early.
+        is_enabled: Whether compiled backwards may hand buckets over; the same on every rank.
     """
 
     def __init__(
@@ -73,29 +77,30 @@ class EarlyLaunch:
         queue: LaunchQueue,
         hooks: ParameterHooks,
         accumulators: Accumulators,
+        policy: AllRequired,
         is_enabled: bool,
     ) -> None:
         self._set = bucket_set
         self._queue = queue
         self._hooks = hooks
         self._accumulators = accumulators
+        self._policy = policy
         self.is_enabled = is_enabled
-        self._has_learned = False
         self._has_moved = False  # whether a backward has ever returned other tensors than its gradients
+        self._computed: set[tuple[int, ...]] = set()  # since the last agreement point, by parameters
         self._ignored: set[tuple[int, ...]] = set()
         self._num_hooks_of_others = torch_internals.num_hooks_of_others()
 
     @property
-    def is_learning(self) -> bool:
-        """Whether buckets are watched in this iteration; the same on every rank."""
-        return self.is_enabled and (not self._has_learned or is_agreement_point(self._set.iteration.number))
+    def _is_agreement_point(self) -> bool:
+        return is_agreement_point(self._set.iteration.number)
 
     @property
     def has_message(self) -> bool:
         """Whether the ranks tell each other which buckets were too early; the same on every rank."""
-        if not self.is_enabled or not self._set.iteration.has_launched:
+        if not self.is_enabled or not self._set.iteration.has_launched or not self._queue.algorithm.traits.replayable:
             return False
-        return self.is_learning or any(bucket.may_launch_early for bucket in self._set.buckets)
+        return self._is_agreement_point or any(bucket.may_launch_early for bucket in self._set.buckets)
 
     def ignore(self, buckets: Sequence[tuple[int, ...]]) -> None:
         """Leave these buckets to their hooks; see `Reducer.ignore_computed_buckets`."""
@@ -110,7 +115,7 @@ class EarlyLaunch:
             moves: Whether the backward can return other tensors than it has computed.
 
         Returns:
-            What happens to the bucket. Call `follow` unless it waits.
+            What happens to the bucket. Call `launch` unless it waits.
         """
         num_hooks = torch_internals.num_hooks_of_others()
         if num_hooks != self._num_hooks_of_others:
@@ -118,9 +123,12 @@ class EarlyLaunch:
         bucket = self._set.of_param_indices.get(param_indices)
         if param_indices in self._ignored or (bucket is None and self._set.buckets):  # of another plan
             return EarlyDecision.WAIT
-        is_allowed = bucket is not None and bucket.may_launch_early
-        is_barred = bucket is not None and (bucket.was_launched_too_early or bucket.iteration.computed is not None)
-        if is_barred or not (is_allowed or self.is_learning):
+        if bucket is not None and (bucket.was_launched_too_early or bucket.iteration.computed is not None):
+            return EarlyDecision.WAIT
+        self._computed.add(param_indices)
+        if not self._queue.algorithm.traits.replayable or not self._policy.launches_early:
+            return EarlyDecision.WAIT
+        if bucket is not None and not bucket.may_launch_early:
             return EarlyDecision.WAIT
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # there, changes do not change versions
             return EarlyDecision.WAIT
@@ -128,14 +136,11 @@ class EarlyLaunch:
             return EarlyDecision.WAIT
         parameters = [self._set.parameters[index] for index in param_indices]
         if any(map(_is_observed, parameters)):
-            may_launch = self._can_launch_twice(moves) or all(parameter.grad is None for parameter in parameters)
-            return EarlyDecision.LAUNCH_OBSERVED if is_allowed and may_launch else EarlyDecision.WAIT
-        return EarlyDecision.LAUNCH if is_allowed else EarlyDecision.WATCH
+            may_launch = not moves or all(parameter.grad is None for parameter in parameters)
+            return EarlyDecision.LAUNCH_OBSERVED if may_launch else EarlyDecision.WAIT
+        return EarlyDecision.LAUNCH
 
-    def _can_launch_twice(self, moves: bool) -> bool:
-        return not moves and self._queue.algorithm.traits.replayable
-
-    def follow(
+    def launch(
         self,
         bucket: Bucket,
         decision: EarlyDecision,
@@ -143,21 +148,20 @@ class EarlyLaunch:
         moves: bool,
         moved: Sequence[Tensor] | None = None,
     ) -> None:
-        """Watch what becomes of the gradients that a backward returns for a bucket, and launch it if so decided.
+        """Launch a bucket with the gradients that a backward returns for it, and watch what becomes of them.
 
         Args:
             decision: What `decide` returned, and not that it waits.
+            moves: Whether the backward can return other tensors than it has computed, here or on other ranks.
             moved: What the backward has computed, if it returns other tensors; gone after the launch.
         """
-        if decision is not EarlyDecision.WATCH:
-            bucket.claim(bucket.gradients())  # while ``.grad`` still shows which views are gradients
-        has_new_hooks = self._set.iteration.has_new_hooks
-        compares_values = moved is None and (decision is not EarlyDecision.LAUNCH or has_new_hooks)
-        computed = ComputedBucket(bucket, gradients, decision, compares_values, moved)
+        bucket.claim(bucket.gradients())  # while ``.grad`` still shows which views are gradients
+        is_observed = decision is EarlyDecision.LAUNCH_OBSERVED
+        is_first = not bucket.was_launched_early or self._set.iteration.has_new_hooks
+        compares_values = moved is None and (is_observed or is_first)
+        computed = ComputedBucket(bucket, gradients, is_observed, compares_values, moved)
         bucket.mark_computed(computed)
-        if decision is EarlyDecision.WATCH:
-            return
-        if decision is EarlyDecision.LAUNCH_OBSERVED and self._can_launch_twice(moves):
+        if is_observed and not moves:
             computed.expect_another_launch()
         self._queue.complete_with(bucket, computed.contributions())
         if moved is not None:
@@ -176,14 +180,14 @@ class EarlyLaunch:
         if computed is None:
             return False
         computed.arrive(index)
-        return computed.is_launched
+        return True
 
     def hand_over_incomplete(self) -> None:
         """A backward has ended, and another one may bring the missing gradients: hand over the launched buckets."""
         self._compare()
         for bucket in self._set.buckets:
             computed = bucket.iteration.computed
-            if computed is None or not computed.is_launched or bucket.iteration.own is not None:
+            if computed is None or bucket.iteration.own is not None:
                 continue
             if computed.holds_its_own:
                 bucket.keep_own([own.clone() for own in computed.own_gradients()])
@@ -199,46 +203,43 @@ class EarlyLaunch:
 
         Returns:
             A flag for each parameter that got another contribution after its bucket had been launched; one for each
-            bucket that cannot be launched again; one for each that does not have one contributor.
+            bucket that cannot be launched again; at agreement points, one for each that may be launched early.
         """
         is_shadow = self._set.iteration.is_shadow  # a shadow has nothing to say
-        replayable = self._queue.algorithm.traits.replayable
         self._compare()
-        late, cannot, has_more = bytearray(len(self._set.parameters)), bytearray(), bytearray()
+        late, cannot = bytearray(len(self._set.parameters)), bytearray()
         for bucket in self._set.buckets:
-            computed = bucket.iteration.computed
-            if computed is not None and computed.is_launched:
-                for index in computed.late:
+            if bucket.iteration.computed is not None:
+                for index in bucket.iteration.computed.late:
                     late[index] = 1
-            holds_its_own = is_shadow or _holds_its_own(bucket)
-            cannot.append(bucket.may_launch_early and not (replayable and holds_its_own))
-            has_one = is_shadow or (computed is not None and computed.has_one_contributor)
-            has_more.append(self.is_learning and not has_one)
-        return late + cannot + has_more
+            cannot.append(bucket.may_launch_early and not is_shadow and not _holds_its_own(bucket))
+        if not self._is_agreement_point:
+            return late + cannot
+        computed, self._computed = self._computed, set()
+        return late + cannot + bytearray(bucket.param_indices in computed for bucket in self._set.buckets)
 
-    def finish(self, said: Sequence[int]) -> None:
-        """Learn from this iteration, and repeat launches that were too early.
+    def finish(self, flags: Sequence[int]) -> None:
+        """Repeat launches that were too early. At agreement points, learn which buckets may be launched early.
 
         Args:
-            said: The flags of `message` over all ranks: 1 if any rank has set it.
+            flags: Those of `message` over all ranks: 1 if any rank has set it.
 
         Raises:
             GradientArrivalError: On every rank, if a bucket cannot be launched again.
-            ReductionError: A reduction failed or timed out.
+            ReductionError: A reduction failed.
         """
         buckets, num_parameters = self._set.buckets, len(self._set.parameters)
-        late = [index for index in range(num_parameters) if said[index]]
-        cannot, has_more = said[num_parameters : -len(buckets)], said[-len(buckets) :]
-        if self.is_learning:
-            self._learn([bucket for bucket, more in zip(buckets, has_more, strict=True) if not more])
+        late = [index for index in range(num_parameters) if flags[index]]
+        cannot = flags[num_parameters : num_parameters + len(buckets)]
+        if self._is_agreement_point:
+            for bucket, is_computed in zip(buckets, flags[num_parameters + len(buckets) :], strict=True):
+                bucket.let_launch_early(bool(is_computed))
         too_early = [bucket for bucket in buckets if not set(late).isdisjoint(bucket.param_indices)]
-        for bucket in too_early:
-            bucket.forbid_early_launch()
+        for bucket in buckets:
+            bucket.note_early_launch(bucket in too_early)
         names = [self._set.names[index] for index in late]
         if any(cannot[bucket.spec.index] for bucket in too_early):
-            algorithm = self._queue.algorithm
-            name = None if algorithm.traits.replayable else algorithm.name
-            raise error_messages.contributor_after_launch(names, name, self._has_moved)
+            raise error_messages.contributor_after_launch(names, self._has_moved)
         for bucket in too_early:
             log.warning(
                 "%s: %s was launched inside the backward before all its gradients were there, because on some rank %s"
@@ -264,21 +265,6 @@ class EarlyLaunch:
             are_equal = iter(flat.tolist())
             for computed, comparisons in of_device:
                 computed.read(itertools.islice(are_equal, len(comparisons)))
-
-    def _learn(self, agreed: Sequence[Bucket]) -> None:
-        """From now on, launch these buckets early, since they had one contributor on every rank."""
-        for bucket in agreed:
-            bucket.allow_early_launch()
-        if agreed or not self._has_learned:
-            log.info(
-                "%s: %d of %d buckets may be launched inside the compiled backward, %d of them since iteration %d",
-                this_rank(),
-                sum(bucket.may_launch_early for bucket in self._set.buckets),
-                len(self._set.buckets),
-                len(agreed),
-                self._set.iteration.number,
-            )
-        self._has_learned = True
 
 
 def _own_gradients(bucket: Bucket) -> list[Tensor]:

@@ -118,6 +118,7 @@ class LaunchQueue:
         bucket.mark_used(bucket.param_indices)
         for index in bucket.param_indices:
             self._policy.note(index)
+            self._set.note_arrival(index)
         self._make_ready(bucket, gradients)
 
     def do_without(self, absent: Iterable[int]) -> None:

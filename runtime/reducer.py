@@ -53,7 +53,8 @@ class Reducer:
     Args:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
         builder: The module's plan; sealed at the first synchronized backward, before anything is launched.
-        launches_in_backward: Launch buckets inside compiled backwards that compute them; the same on every rank.
+        has_launches: Returns whether a graph was compiled whose backward hands buckets over. None on every rank if none
+            ever will be.
         on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
         on_plan_sealed: Called once, on every rank, with the plan that all ranks have agreed on.
 
@@ -70,7 +71,7 @@ class Reducer:
         config: ReplicateConfig,
         algorithm: CommAlgorithm,
         monitor: DesyncMonitor,
-        launches_in_backward: bool,
+        has_launches: Callable[[], bool] | None,
         on_reduced: Callable[[], None],
         on_plan_sealed: Callable[[BucketPlan], None],
     ) -> None:
@@ -87,7 +88,10 @@ class Reducer:
         self._policy = policy_for(config, self._set)
         self._queue = LaunchQueue(self._set, process_group.size(), monitor, algorithm, self._policy, self._undefined)
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
-        self._early = EarlyLaunch(self._set, self._queue, self._hooks, accumulators, launches_in_backward)
+        self._early = EarlyLaunch(
+            self._set, self._queue, self._hooks, accumulators, self._policy, has_launches is not None
+        )
+        self._has_launches = has_launches or (lambda: False)
         self._end = IterationEnd(self._set, self._queue, self._policy, self._early, monitor, on_reduced)
         self._queue.on_all_launched = self._end.all_are_launched
         self._alone = BackwardsAlone(len(self.parameters))
@@ -103,8 +107,8 @@ class Reducer:
 
     @property
     def early_buckets(self) -> Sequence[Bucket]:
-        """Those that are launched as soon as a compiled backward has computed them, in plan order."""
-        return [bucket for bucket in self.buckets if bucket.may_launch_early]
+        """Those that compiled backwards have launched on this rank as soon as they were computed, in plan order."""
+        return [bucket for bucket in self.buckets if bucket.was_launched_early]
 
     @property
     def is_between_steps(self) -> bool:
@@ -355,11 +359,10 @@ class Reducer:
             self._start_iteration(arriving)
             self._watch_hooked_parameters()  # again, since there may be new hooks
             self._queue.leave_out_unused()
-        if self._call_back_when_pass_ends(self.finalize_backward):
-            learns = self._set.notes_arrivals or (self._early.is_learning and self._queue.sends)
-            if not learns and not self._policy.counts_each:
-                for bucket in self._queue.not_launched:
-                    self._hooks.batch(bucket, arriving)
+        is_first_of_pass = self._call_back_when_pass_ends(self.finalize_backward)
+        if is_first_of_pass and not self._set.notes_arrivals and not self._policy.counts_each:
+            for bucket in self._queue.not_launched:
+                self._hooks.batch(bucket, arriving)
         if before is not State.REDUCING:
             self._queue.do_without(self._policy.absent_from_the_start(arriving))
 
@@ -377,7 +380,7 @@ class Reducer:
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
             self._queue.records.backward_begins()
         if not self.buckets:
-            self._on_plan_sealed(self._set.seal(self.algorithm.name))
+            self._on_plan_sealed(self._set.seal(self.algorithm.name, self._early.is_enabled, self._has_launches()))
 
     def _call_back_when_pass_ends(self, callback: Callable[[], None]) -> bool:
         """Once for each pass, queue a callback for its end; returns whether this is the first call in this pass.
@@ -408,7 +411,7 @@ class Reducer:
         """
         bucket, decision = self._decide(tuple(param_indices), moves=False)
         if bucket is not None:
-            self._early.follow(bucket, decision, gradients, moves=False)
+            self._early.launch(bucket, decision, gradients, moves=False)
 
     def move_bucket(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """`mark_bucket_ready` for a backward that can return other tensors than it has computed.
@@ -418,18 +421,21 @@ class Reducer:
             gradients: Their gradients, not used after this.
 
         Returns:
-            What the backward returns: views into the flat buffer if the bucket is launched now, copies otherwise.
+            What the backward returns: views into the flat buffer, or copies if the bucket is not launched now or has
+            not been launched early before.
         """
         bucket, decision = self._decide(tuple(param_indices), moves=True)
-        if bucket is not None and decision is EarlyDecision.LAUNCH:
+        # Compiled code expects aligned results, but with a comm hook the places have no padding.
+        can_move = bucket is not None and bucket.was_launched_early and bucket.is_aligned
+        if bucket is not None and can_move and decision is EarlyDecision.LAUNCH:
             bucket.claim(bucket.gradients())  # while ``.grad`` says which views are gradients
             views = bucket.new_views()
-            self._early.follow(bucket, decision, views, moves=True, moved=gradients)
+            self._early.launch(bucket, decision, views, moves=True, moved=gradients)
             return views
         pairs = zip(param_indices, gradients, strict=True)
         copies = [torch.empty_like(self.parameters[index]).copy_(gradient) for index, gradient in pairs]
         if bucket is not None:
-            self._early.follow(bucket, decision, copies, moves=True)
+            self._early.launch(bucket, decision, copies, moves=True)
         return copies
 
     def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None:
@@ -452,9 +458,8 @@ class Reducer:
             return wait
         self._enter_backward(param_indices)
         bucket = self._set.of_param_indices.get(param_indices)
-        # The bucket may have been launched without parameters that no output led to. Compiled code expects aligned
-        # results, but with a comm hook the places have no padding.
-        if bucket is None or not bucket.is_pending or (moves and not bucket.is_aligned):
+        # The bucket may be another rank's plan's, or launched without parameters that no output led to.
+        if bucket is None or not bucket.is_pending or not bucket.may_launch_early:
             return wait
         return bucket, decision
 

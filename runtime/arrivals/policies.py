@@ -26,6 +26,8 @@ class AllRequired:
     counts_each = False
     #: Whether the ranks exchange in this iteration which parameters were used; the same on every rank.
     has_message = False
+    #: Whether compiled backwards may launch buckets in this iteration; the same on every rank.
+    launches_early = True
 
     def note(self, index: int) -> None:
         """A gradient has come, inside ``no_sync`` or not."""
@@ -150,6 +152,8 @@ class StaticGraph(UnusedAllowed):
     has come that often.
     """
 
+    launches_early = False
+
     def __init__(self, bucket_set: BucketSet, leaves_out_unused: bool) -> None:
         super().__init__(bucket_set, leaves_out_unused)
         self._expected: Counter[int] | None = None  # how often each parameter arrives; None in the first iteration
@@ -209,7 +213,7 @@ class StaticGraph(UnusedAllowed):
     def hear(self, used: Sequence[int]) -> None:
         super().hear(used)
         self._expected = self._set.iteration.arrivals
-        self.has_message = False
+        self.has_message, self.launches_early = False, True
 
     def _never_coming(self, arrivals: Counter[int]) -> set[int]:
         return set(range(len(self._set.parameters))) - arrivals.keys()

@@ -58,9 +58,10 @@ class Bucket:
         self.gradient_as_bucket_view = gradient_as_bucket_view and not self._buffer.has_dtensors
         self.param_indices = tuple(gradient.index for gradient in spec.gradients)  #: numbers of its parameters
         self.position_of = {index: position for position, index in enumerate(self.param_indices)}
-        #: Whether it is launched as soon as a compiled backward has computed it; the same on every rank.
+        #: Whether a compiled backward that has computed it launches it; the same on every rank.
         self.may_launch_early = False
-        self.was_launched_too_early = False
+        self.was_launched_too_early = False  #: the same on every rank
+        self.was_launched_early = False  #: on this rank, and nothing came later
         self.iteration = BucketIteration(set(self.param_indices))
         self._lazy_allocation = lazy_allocation
         self._checks_finite = checks_finite
@@ -77,13 +78,16 @@ class Bucket:
         if self._lazy_allocation:
             self._buffer.drop()
 
-    def allow_early_launch(self) -> None:
-        """Let compiled backwards launch it from the next iteration on, as all ranks have agreed."""
-        self.may_launch_early = True
+    def let_launch_early(self, may: bool) -> None:
+        """From the next iteration on let a compiled backward launch it or not, as all ranks have agreed."""
+        self.may_launch_early = may and not self.was_launched_too_early
 
-    def forbid_early_launch(self) -> None:
-        """Let its hooks launch it from now on, since some rank launched it too early."""
-        self.may_launch_early, self.was_launched_too_early = False, True
+    def note_early_launch(self, was_too_early: bool) -> None:
+        """The iteration ends. If some rank launched it too early, its hooks launch it from now on."""
+        if was_too_early:
+            self.may_launch_early, self.was_launched_too_early, self.was_launched_early = False, True, False
+        elif self.iteration.computed is not None:
+            self.was_launched_early = True
 
     # Gradients arrive.
 

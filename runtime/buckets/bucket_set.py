@@ -16,7 +16,7 @@ from ddp_compile.plan.spec import BucketPlan, Layout
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.iteration import Iteration
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.collectives import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
+from ddp_compile.runtime.comm.collectives import agree_on_plan, any_rank, plan_of_rank_0, verify_algorithms_agree
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,13 @@ class BucketSet:
         for bucket in self.buckets:
             bucket.begin_iteration()
 
-    def seal(self, algorithm: str) -> BucketPlan:
+    def seal(self, algorithm: str, may_launch_early: bool, has_launches: bool) -> BucketPlan:
         """Agree on the plan with the other ranks before anything is launched.
+
+        Args:
+            algorithm: The name of the algorithm.
+            may_launch_early: Whether compiled backwards may hand buckets over; the same on every rank.
+            has_launches: Whether this rank has compiled such a backward; then all ranks let all buckets launch early.
 
         Raises:
             RanksDifferError: The ranks have different algorithms.
@@ -75,6 +80,7 @@ class BucketSet:
         try:
             verify_algorithms_agree(algorithm, self.process_group, device, self._monitor.model)
             plan = agree_on_plan(self._builder.propose(), self.process_group, device)
+            launch_early = may_launch_early and any_rank(has_launches, self.process_group, device)
         except RanksDifferError:
             raise
         except RuntimeError as error:
@@ -82,6 +88,8 @@ class BucketSet:
             first = f"bucket 0 ({gradients[0].fqn}, ..., {gradients[-1].fqn})"
             raise self._no_plan(error, f"before {first} could be launched") from error
         self._install(plan)
+        for bucket in self.buckets:
+            bucket.let_launch_early(launch_early)
         log.info("%s: plan %s sealed, %s", this_rank(), plan.digest, number_of(len(plan.buckets), "bucket"))
         return plan
 
