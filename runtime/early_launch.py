@@ -19,8 +19,9 @@ early once and nothing followed, since later iterations are the same.
 
 Keeping the gradients of a bucket and the message after the last bucket have a price, which modules that compile no such
 backward do not pay. So the ranks agree on the buckets that may be launched early. When the plan is sealed, these are
-all of them if any rank has compiled a graph that hands buckets over, and otherwise none. At every agreement point they
-become those that a compiled backward of any rank has computed since the last one.
+all of them if any rank has compiled a graph that hands buckets over, and otherwise none. After the first iteration they
+are those that a compiled backward of some rank has computed. At later agreement points others join, of graphs that were
+compiled later.
 
 Note [Observed gradients]
 A backward may contain collectives of its own in the same process group, a synchronized BatchNorm's for example. They
@@ -87,7 +88,7 @@ class EarlyLaunch:
         self._policy = policy
         self.is_enabled = is_enabled
         self._has_moved = False  # whether a backward has ever returned other tensors than its gradients
-        self._computed: set[tuple[int, ...]] = set()  # since the last agreement point, by parameters
+        self._computed: set[tuple[int, ...]] = set()  # the parameters of each bucket that was handed over
         self._ignored: set[tuple[int, ...]] = set()
         self._num_hooks_of_others = torch_internals.num_hooks_of_others()
 
@@ -215,11 +216,10 @@ class EarlyLaunch:
             cannot.append(bucket.may_launch_early and not is_shadow and not _holds_its_own(bucket))
         if not self._is_agreement_point:
             return late + cannot
-        computed, self._computed = self._computed, set()
-        return late + cannot + bytearray(bucket.param_indices in computed for bucket in self._set.buckets)
+        return late + cannot + bytearray(bucket.param_indices in self._computed for bucket in self._set.buckets)
 
     def finish(self, flags: Sequence[int]) -> None:
-        """Repeat launches that were too early. At agreement points, learn which buckets may be launched early.
+        """Repeat launches that were too early. At agreement points, agree on the buckets that may be launched early.
 
         Args:
             flags: Those of `message` over all ranks: 1 if any rank has set it.
@@ -232,8 +232,9 @@ class EarlyLaunch:
         late = [index for index in range(num_parameters) if flags[index]]
         cannot = flags[num_parameters : num_parameters + len(buckets)]
         if self._is_agreement_point:
+            is_first = self._set.iteration.number == 1
             for bucket, is_computed in zip(buckets, flags[num_parameters + len(buckets) :], strict=True):
-                bucket.let_launch_early(bool(is_computed))
+                bucket.let_launch_early(bool(is_computed) or (bucket.may_launch_early and not is_first))
         too_early = [bucket for bucket in buckets if not set(late).isdisjoint(bucket.param_indices)]
         for bucket in buckets:
             bucket.note_early_launch(bucket in too_early)

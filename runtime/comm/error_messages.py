@@ -171,7 +171,7 @@ def contributor_after_launch(names: Sequence[str], has_moved: bool) -> GradientA
     if has_moved:
         reason = "static_graph=True, which promises that all iterations are alike, frees their memory"
     else:
-        reason = "some rank no longer holds its own gradients of them"
+        reason = "some rank no longer holds its own gradients of them, for example because a hook has set .grad to None"
     return GradientArrivalError(
         f"{this_rank()}: {', '.join(names)} got another gradient, on this rank or another one, after the compiled"
         " backward had handed over the bucket, for example from a regularizer outside the model or a hook that returns"
