@@ -57,7 +57,7 @@ from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
-from ddp_compile.runtime.buckets.computed_bucket import ComputedBucket, EarlyDecision
+from ddp_compile.runtime.buckets.computed_bucket import ComputedBucket
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.desync.model_order import is_agreement_point
 from ddp_compile.runtime.launch_queue import LaunchQueue
@@ -89,7 +89,7 @@ class EarlyLaunch:
         self.is_enabled = is_enabled
         self._has_moved = False  # whether a backward has ever returned other tensors than its gradients
         self._computed: set[tuple[int, ...]] = set()  # the parameters of each bucket that was handed over
-        self._ignored: set[tuple[int, ...]] = set()
+        self.ignored: set[tuple[int, ...]] = set()  #: left to their hooks, by parameters
         self._num_hooks_of_others = torch_internals.num_hooks_of_others()
 
     @property
@@ -97,79 +97,76 @@ class EarlyLaunch:
         return is_agreement_point(self._set.iteration.number)
 
     @property
-    def has_message(self) -> bool:
+    def has_flags(self) -> bool:
         """Whether the ranks tell each other which buckets were too early; the same on every rank."""
         if not self.is_enabled or not self._set.iteration.has_launched or not self._queue.algorithm.traits.replayable:
             return False
         return self._is_agreement_point or any(bucket.may_launch_early for bucket in self._set.buckets)
 
-    def ignore(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        """Leave these buckets to their hooks; see `Reducer.ignore_computed_buckets`."""
-        self._ignored.update(buckets)
-
     # A compiled backward computes a bucket.
 
-    def decide(self, param_indices: tuple[int, ...], moves: bool) -> EarlyDecision:
-        """A compiled backward has computed all gradients of a bucket.
+    def is_safe(self, param_indices: tuple[int, ...], moves: bool) -> bool:
+        """Whether a bucket may be launched whose gradients a compiled backward has computed.
 
         Args:
             moves: Whether the backward can return other tensors than it has computed.
-
-        Returns:
-            What happens to the bucket. Call `launch` unless it waits.
         """
         num_hooks = torch_internals.num_hooks_of_others()
         if num_hooks != self._num_hooks_of_others:
             self._num_hooks_of_others, self._set.iteration.has_new_hooks = num_hooks, True
         bucket = self._set.of_param_indices.get(param_indices)
-        if param_indices in self._ignored or (bucket is None and self._set.buckets):  # of another plan
-            return EarlyDecision.WAIT
+        if param_indices in self.ignored or (bucket is None and self._set.buckets):  # of another plan
+            return False
         if bucket is not None and (bucket.was_launched_too_early or bucket.iteration.computed is not None):
-            return EarlyDecision.WAIT
+            return False
         self._computed.add(param_indices)
         if not self._queue.algorithm.traits.replayable or not self._policy.launches_early:
-            return EarlyDecision.WAIT
+            return False
         if bucket is not None and not bucket.may_launch_early:
-            return EarlyDecision.WAIT
+            return False
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # there, changes do not change versions
-            return EarlyDecision.WAIT
+            return False
         if not self._accumulators.are_going_to_run(param_indices):
-            return EarlyDecision.WAIT
+            return False
         parameters = [self._set.parameters[index] for index in param_indices]
-        if any(map(_is_observed, parameters)):
-            may_launch = not moves or all(parameter.grad is None for parameter in parameters)
-            return EarlyDecision.LAUNCH_OBSERVED if may_launch else EarlyDecision.WAIT
-        return EarlyDecision.LAUNCH
+        return not moves or not any(map(_is_observed, parameters)) or all(p.grad is None for p in parameters)
 
-    def launch(
-        self,
-        bucket: Bucket,
-        decision: EarlyDecision,
-        gradients: Sequence[Tensor],
-        moves: bool,
-        moved: Sequence[Tensor] | None = None,
-    ) -> None:
+    def launch(self, bucket: Bucket, gradients: Sequence[Tensor], moves: bool) -> None:
         """Launch a bucket with the gradients that a backward returns for it, and watch what becomes of them.
 
         Args:
-            decision: What `decide` returned, and not that it waits.
-            moves: Whether the backward can return other tensors than it has computed, here or on other ranks.
-            moved: What the backward has computed, if it returns other tensors; gone after the launch.
+            moves: Whether the backward can return other tensors than it has computed, on other ranks too.
         """
+        is_observed = any(map(_is_observed, bucket.parameters))
+        compares_values = is_observed or not bucket.was_launched_early or self._set.iteration.has_new_hooks
         bucket.claim(bucket.gradients())  # while ``.grad`` still shows which views are gradients
-        is_observed = decision is EarlyDecision.LAUNCH_OBSERVED
-        is_first = not bucket.was_launched_early or self._set.iteration.has_new_hooks
-        compares_values = moved is None and (is_observed or is_first)
-        computed = ComputedBucket(bucket, gradients, is_observed, compares_values, moved)
-        bucket.mark_computed(computed)
+        computed = ComputedBucket(bucket, gradients, is_observed, compares_values)
         if is_observed and not moves:
             computed.expect_another_launch()
+        self._launch(bucket, computed)
+
+    def can_move(self, bucket: Bucket) -> bool:
+        """Whether a backward may return the gradients' places in the flat buffer; compiled code expects aligned ones.
+
+        With a comm hook the places have no padding.
+        """
+        return bucket.was_launched_early and bucket.is_aligned and not any(map(_is_observed, bucket.parameters))
+
+    def move(self, bucket: Bucket, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Launch a bucket with gradients that are not used after this; returns what the backward returns for them."""
+        bucket.claim(bucket.gradients())  # while ``.grad`` says which views are gradients
+        views = bucket.new_views()
+        self._has_moved = True
+        self._launch(bucket, ComputedBucket(bucket, views, False, False, moved=gradients))
+        bucket.release_flattened()
+        return views
+
+    def _launch(self, bucket: Bucket, computed: ComputedBucket) -> None:
+        bucket.mark_computed(computed)
         self._queue.complete_with(bucket, computed.contributions())
-        if moved is not None:
-            self._has_moved = True
-            bucket.release_flattened()
         computed.watch()  # after the launch, which may write them: it fills views, and scales a sparse gradient
-        self._hooks.batch(bucket, notify_of_last=False)
+        if not self._set.notes_arrivals:
+            self._hooks.batch(bucket, notify_of_last=False)
 
     # AccumulateGrad stores its gradients.
 
@@ -180,10 +177,11 @@ class EarlyLaunch:
         computed = self._set.of_parameter[index].iteration.computed
         if computed is None:
             return False
+        self._set.note_arrival(index)
         computed.arrive(index)
         return True
 
-    def hand_over_incomplete(self) -> None:
+    def expose_partial_means(self) -> None:
         """A backward has ended, and another one may bring the missing gradients: hand over the launched buckets."""
         self._compare()
         for bucket in self._set.buckets:
@@ -194,13 +192,13 @@ class EarlyLaunch:
                 bucket.keep_own([own.clone() for own in computed.own_gradients()])
             else:
                 computed.is_lost = True
-            bucket.point_gradients_at_views()
-            bucket.hand_over()
+            bucket.gradient_store.point_at_views(bucket)
+            bucket.gradient_store.hand_over(bucket)
 
     # The iteration ends.
 
-    def message(self) -> bytearray:
-        """After the last launch, this rank's message to the others. `finish` takes the messages of all ranks.
+    def flags(self) -> bytearray:
+        """After the last launch, this rank's flags. `update` takes those of all ranks.
 
         Returns:
             A flag for each parameter that got another contribution after its bucket had been launched; one for each
@@ -218,11 +216,11 @@ class EarlyLaunch:
             return late + cannot
         return late + cannot + bytearray(bucket.param_indices in self._computed for bucket in self._set.buckets)
 
-    def finish(self, flags: Sequence[int]) -> None:
+    def update(self, flags: Sequence[int]) -> None:
         """Repeat launches that were too early. At agreement points, agree on the buckets that may be launched early.
 
         Args:
-            flags: Those of `message` over all ranks: 1 if any rank has set it.
+            flags: Those of `flags` over all ranks: 1 if any rank has set it.
 
         Raises:
             GradientArrivalError: On every rank, if a bucket cannot be launched again.

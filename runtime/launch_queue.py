@@ -15,6 +15,7 @@ from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+from ddp_compile.runtime.buckets.gradients import fill_with_zeros
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.step_records import NO_RECORDS, NoRecords
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
@@ -111,14 +112,13 @@ class LaunchQueue:
         del gradients  # the number of references tells whether users hold one
         if self.sends and any(b.is_pending for b in self.not_launched):
             # This frees memory for the rest of the backward. At its end all buckets do this.
-            bucket.point_gradients_at_views(bucket.iteration.unused)
+            bucket.gradient_store.point_at_views(bucket, bucket.iteration.unused)
 
     def complete_with(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         """Make a bucket ready with gradients that its parameters do not hold yet."""
         bucket.mark_used(bucket.param_indices)
         for index in bucket.param_indices:
             self._policy.note(index)
-            self._set.note_arrival(index)
         self._make_ready(bucket, gradients)
 
     def do_without(self, absent: Iterable[int]) -> None:
@@ -134,7 +134,7 @@ class LaunchQueue:
             if bucket.arrive(index):
                 self.complete(bucket)
 
-    def complete_without_the_missing(self, after_forward: bool) -> bool:
+    def complete_missing_as_unused(self, after_forward: bool) -> bool:
         """At the end of a backward, complete what need not wait; False if the iteration waits for another backward."""
         absent = self._policy.absent_at_the_end(frozenset(self.missing))
         if absent is not None:
@@ -275,16 +275,30 @@ class LaunchQueue:
             ReductionError: A reduction failed or timed out.
             RanksDifferError: The ranks have found that they are out of step.
         """
+        if self._set.iteration.is_shadow:
+            self.wait()
+            return
         launched = [bucket for bucket in self._set.buckets if bucket.iteration.work is not None]
         for bucket in launched:
-            bucket.point_gradients_at_views(untouched)
+            bucket.gradient_store.point_at_views(bucket, untouched)
         self.wait()
         self._monitor.compare()
         self.algorithm.sharding.hand_over(self._set.buckets, launched, untouched)
         if not self.sends:  # as DistributedDataParallel on one rank
             undefined = self._set.iteration.undefined - untouched
             for index in undefined:
-                self._set.of_parameter[index].fill_with_zeros(undefined)
+                fill_with_zeros(self._set.parameters[index])
+
+    def after_backward(self) -> None:
+        """Every ``.grad`` has its final value: the algorithm may communicate."""
+        since = self.records.block_begins()
+        try:
+            if self.algorithm.step_watch is not None:
+                self.algorithm.step_watch.iteration_ends()
+            self.algorithm.after_backward()
+        except ReductionError as error:
+            raise self._monitor.report_failure(error) from error.__cause__
+        self.records.block_ends(since)
 
 
 def _nothing() -> None:

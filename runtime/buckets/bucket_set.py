@@ -14,6 +14,7 @@ from ddp_compile.errors import RanksDifferError, ReductionError, number_of, this
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan, Layout
 from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.gradients import store_for
 from ddp_compile.runtime.buckets.iteration import Iteration
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import agree_on_plan, any_rank, plan_of_rank_0, verify_algorithms_agree
@@ -151,7 +152,7 @@ class BucketSet:
                 bucket.drop_flat()
         for bucket in self.buckets:
             if bucket not in old_buckets:
-                bucket.adopt_gradients()
+                bucket.gradient_store.adopt(bucket)
         number = number_of(len(plan.buckets), "bucket")
         log.info("%s: plan %s follows %s, %s", this_rank(), plan.digest, before.digest, number)
 
@@ -201,7 +202,7 @@ class BucketSet:
                 bucket = Bucket(
                     spec,
                     parameters,
-                    self.config.gradient_as_bucket_view,
+                    store_for(spec, parameters, self.config.gradient_as_bucket_view),
                     self.config.lazy_bucket_allocation,
                     self.config.check_finite_gradients,
                 )

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import Enum, auto
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp_compile.runtime.buckets.bucket import Bucket, drop_gradients
-
-
-class EarlyDecision(Enum):
-    """What happens to a bucket that a compiled backward has computed."""
-
-    WAIT = auto()  #: its parameters' hooks launch it
-    LAUNCH = auto()  #: it is launched now
-    LAUNCH_OBSERVED = auto()  #: the same, although hooks see its gradients; see Note [Observed gradients]
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.gradients import drop_gradients, set_gradient
 
 
 class ComputedBucket:
@@ -74,7 +66,7 @@ class ComputedBucket:
         if self._is_observed:
             self._before = [None] * len(before)
             for position, old in enumerate(before):
-                bucket.store(position, old)
+                set_gradient(bucket.parameters[position], old)
         else:
             self._before = before
         return _sums(before, self._aliases)
@@ -130,7 +122,7 @@ class ComputedBucket:
         before, self._before = self._before, [None] * len(self._before)
         for position, old in enumerate(before):
             if old is not None:
-                self._bucket.store(position, old)
+                set_gradient(self._bucket.parameters[position], old)
                 increment_version(old)  # as if AccumulateGrad had added to it
 
     def _is_another(self, position: int, gradient: Tensor | None) -> bool:

@@ -147,7 +147,7 @@ def test_graphs_compiled_later_launch_early_after_an_agreement_point() -> None:
         with torch.compiler.set_stance("force_eager" if step == 0 else "default"):
             loss = loss_of(model(x))
         if step == 2:  # the bucket has been launched by then
-            loss = loss + model.layers[1].layers[1].weight.square().sum()
+            loss = loss + model.layers[0].layers[1].weight.square().sum()
         launched.clear()
         loss.backward()
         if model is models[0]:

@@ -80,9 +80,7 @@ def test_gradients_whose_places_are_not_aligned_are_copied() -> None:
     models[0].register_comm_hook(None, allreduce_hook)
     launched = count_early(models[0])
     assert largest(train_beside(models, num_steps=4, width=33)) < 1e-5
-    assert len(launched) == 3 * (
-        len(models[0].bucket_plan.buckets) - 1
-    )  # none in the first step
+    assert len(launched) == 3 * (len(models[0].bucket_plan.buckets) - 1)  # none in the first step
     assert models[0]._ddp_compile_state.compiler.failures == []
 
 
