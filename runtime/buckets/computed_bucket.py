@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.gradients import drop_gradients, set_gradient
+from ddp_compile.runtime.comm import streams
 
 
 class ComputedBucket:
@@ -114,8 +115,10 @@ class ComputedBucket:
         return not self.late or all(gradient is not None for gradient in self._bucket.gradients())
 
     def own_gradients(self) -> list[Tensor]:
-        """This rank's complete gradients."""
-        return _sums(self._before, [gradient for gradient in self._bucket.gradients() if gradient is not None])
+        """This rank's complete gradients. They may be of another stream, and are read on the current one."""
+        gradients = [gradient for gradient in self._bucket.gradients() if gradient is not None]
+        streams.used_here(gradients)
+        return _sums(self._before, gradients)
 
     def restore_gradients(self) -> None:
         """Restore the ``.grad`` that the iteration began with; the result is copied into it."""
