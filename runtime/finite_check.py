@@ -16,9 +16,13 @@ names only if one of them has found something.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import NonFiniteGradientError, on_ranks, shorten_names, this_rank
+from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.flat_buffer import non_finite_flags
 from ddp_compile.runtime.comm.collectives import gather_texts
 from ddp_compile.runtime.launch_queue import LaunchQueue
 
@@ -31,7 +35,7 @@ class FiniteCheck:
         self._queue = queue
 
     @property
-    def has_message(self) -> bool:
+    def is_due(self) -> bool:
         """Whether this iteration is checked: a bucket was launched in it, or there is only one rank."""
         return self._set.iteration.has_launched or not self._queue.sends
 
@@ -40,10 +44,8 @@ class FiniteCheck:
 
         The buckets must have been waited for, so that the current stream comes after those that computed the flags.
         """
-        if not self._queue.sends:
-            for bucket in self._set.buckets:
-                bucket.check_local_gradients()
-        looked_at = [(b.spec, b.iteration.non_finite) for b in self._set.buckets if b.iteration.non_finite is not None]
+        flags_of = _flags_of_local_gradients if not self._queue.sends else _flags_before_the_reduction
+        looked_at = [(b.spec, each) for b in self._set.buckets if (each := flags_of(b)) is not None]
         if not looked_at:
             return ""
         flags = iter(torch.cat([flags for _, flags in looked_at]).tolist())  # one wait for the device
@@ -66,3 +68,13 @@ class FiniteCheck:
             " which operation makes a NaN. With a GradScaler, which looks for infinities itself, drop"
             " check_finite_gradients=True"
         )
+
+
+def _flags_before_the_reduction(bucket: Bucket) -> Tensor | None:
+    return bucket.iteration.non_finite
+
+
+def _flags_of_local_gradients(bucket: Bucket) -> Tensor:
+    none = torch.empty(0, device=bucket.parameters[0].device)
+    gradients = [none.to(p.dtype) if p.grad is None else p.grad for p in bucket.parameters]
+    return non_finite_flags(torch_internals.local_tensors(gradients))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+from ddp_compile.runtime.buckets.gradients import fill_with_zeros
 from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.step_records import NO_RECORDS, NoRecords
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
@@ -111,7 +113,7 @@ class LaunchQueue:
         del gradients  # the number of references tells whether users hold one
         if self.sends and any(b.is_pending for b in self.not_launched):
             # This frees memory for the rest of the backward. At its end all buckets do this.
-            bucket.point_gradients_at_views(bucket.iteration.unused)
+            bucket.gradient_store.point_at_views(bucket, bucket.iteration.unused)
 
     def complete_with(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         """Make a bucket ready with gradients that its parameters do not hold yet."""
@@ -133,7 +135,7 @@ class LaunchQueue:
             if bucket.arrive(index):
                 self.complete(bucket)
 
-    def complete_without_the_missing(self, after_forward: bool) -> bool:
+    def complete_missing_as_unused(self, after_forward: bool) -> bool:
         """At the end of a backward, complete what need not wait; False if the iteration waits for another backward."""
         absent = self._policy.absent_at_the_end(frozenset(self.missing))
         if absent is not None:
@@ -216,35 +218,26 @@ class LaunchQueue:
             self.on_all_launched()
 
     def _launch(self, bucket: Bucket, is_last: bool) -> None:
-        """The one place that hands a bucket to the algorithm."""
-        try:
+        """The one place that hands a bucket to the algorithm, which may wait for the previous bucket."""
+        profiled = f"ddp_compile::bucket_{bucket.spec.index}_launch"
+        with Exchange(partial(error_messages.reduction_failed, bucket.describe()), self._monitor, profiled=profiled):
             if is_last:
                 is_shared = self.algorithm.shares_process_group
                 self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name, is_shared)
-            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
-                bucket.await_flatten()
-                transfer = self.records.launch_begins("reduce", bucket.spec.index, bucket.spec.num_bytes)
-                work: Any = bucket.call_by_name(self.algorithm.launch, bucket, is_last)
-                if not callable(getattr(work, "wait", None)):  # a user's algorithm may return anything
-                    raise error_messages.nothing_to_wait_for(self.algorithm.name, bucket.describe(), work)
-                bucket.reduction_begins(work)
-                self.records.launch_ends(transfer, work)
-        except ReductionError as error:  # the algorithm's, which may wait for the previous bucket
-            raise self._monitor.report_failure(error) from error.__cause__
-        except RuntimeError as error:
-            failure = error_messages.reduction_failed(bucket.describe(), error)
-            raise self._monitor.report_failure(failure) from error
+            bucket.await_flatten()
+            transfer = self.records.launch_begins("reduce", bucket.spec.index, bucket.spec.num_bytes)
+            work: Any = bucket.call_by_name(self.algorithm.launch, bucket, is_last)
+            if not callable(getattr(work, "wait", None)):  # a user's algorithm may return anything
+                raise error_messages.nothing_to_wait_for(self.algorithm.name, bucket.describe(), work)
+            bucket.reduction_begins(work)
+            self.records.launch_ends(transfer, work)
 
     # It is reduced.
 
     def drain(self) -> None:
         """Return when nothing that was launched will start another collective; before anything else is sent."""
-        since = self.records.block_begins()
-        try:
+        with Exchange(None, self._monitor, records=self.records):
             self.algorithm.drain()
-        except ReductionError as error:
-            raise self._monitor.report_failure(error) from error.__cause__
-        self.records.block_ends(since)
 
     def wait(self) -> None:
         """Wait for what has been launched; raises ReductionError if a reduction failed or timed out."""
@@ -253,16 +246,16 @@ class LaunchQueue:
         if under_way:
             self._monitor.buckets_are_awaited()
         for bucket in under_way:
-            try:
-                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
-                    transfer = self.records.wait_begins("reduce", bucket.spec.index)
-                    bucket.wait()
-                    self.records.wait_ends(transfer)
-            except ReductionError as error:  # the algorithm's own
-                raise self._monitor.report_failure(error, f", bucket {bucket.spec.index}") from error.__cause__
-            except RuntimeError as error:
-                failure = error_messages.reduction_failed(bucket.describe(), error)
-                raise self._monitor.report_failure(failure, f", bucket {bucket.spec.index}") from error
+            index = bucket.spec.index
+            with Exchange(
+                partial(error_messages.reduction_failed, bucket.describe()),
+                self._monitor,
+                where=f", bucket {index}",
+                profiled=f"ddp_compile::bucket_{index}_wait",
+                records=self.records,
+                transfer=("reduce", index),
+            ):
+                bucket.wait()
 
     def finish(self, untouched: Set[int]) -> None:
         """Wait for the launched buckets, and make every ``.grad`` the reduced gradient.
@@ -274,16 +267,26 @@ class LaunchQueue:
             ReductionError: A reduction failed or timed out.
             RanksDifferError: The ranks have found that they are out of step.
         """
+        if self._set.iteration.is_shadow:
+            self.wait()
+            return
         launched = [bucket for bucket in self._set.buckets if bucket.iteration.work is not None]
         for bucket in launched:
-            bucket.point_gradients_at_views(untouched)
+            bucket.gradient_store.point_at_views(bucket, untouched)
         self.wait()
         self._monitor.compare()
         self.algorithm.sharding.hand_over(self._set.buckets, launched, untouched)
         if not self.sends:  # as DistributedDataParallel on one rank
             undefined = self._set.iteration.undefined - untouched
             for index in undefined:
-                self._set.of_parameter[index].fill_with_zeros(undefined)
+                fill_with_zeros(self._set.parameters[index])
+
+    def after_backward(self) -> None:
+        """Every ``.grad`` has its final value: the algorithm may communicate."""
+        with Exchange(None, self._monitor, records=self.records):
+            if self.algorithm.step_watch is not None:
+                self.algorithm.step_watch.iteration_ends()
+            self.algorithm.after_backward()
 
 
 def _nothing() -> None:

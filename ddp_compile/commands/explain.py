@@ -24,7 +24,7 @@ from ddp_compile import torch_internals
 from ddp_compile.api import ddp_compile
 from ddp_compile.commands.users_step import RETURNS, TracingError, UsersStep, loaded, raising_at, users_step
 from ddp_compile.module.explanation import explain
-from ddp_compile.module.launches import MORE_THAN_ONE_PLACE
+from ddp_compile.module.launches import TOO_EARLY
 from ddp_compile.module.mixin import original_class, state_of
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
@@ -120,11 +120,12 @@ def _explain_step(module: Any, step: UsersStep, fake_mode: Any) -> Explanation:
         log.warning("%s", error_messages.missing_gradients(missing, len(parameters), static_graph=False))
     plan = _sealed_plan(state, list(order))
     are_from_one_place = [counts[id(p)] == 1 and not have for p, have in zip(parameters, have_hooks, strict=True)]
-    watched = {
-        bucket.index: None if all(are_from_one_place[g.index] for g in bucket.gradients) else MORE_THAN_ONE_PLACE
+    of_hooks = {
+        bucket.index: TOO_EARLY
         for bucket in plan.buckets
+        if not all(are_from_one_place[g.index] for g in bucket.gradients)
     }
-    return explain(state, plan, original_class(type(module)).__name__, watched)
+    return explain(state, plan, original_class(type(module)).__name__, of_hooks)
 
 
 def _sealed_plan(state: ReplicateState, order: list[int]) -> BucketPlan:

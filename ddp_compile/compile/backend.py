@@ -82,6 +82,11 @@ class TrainingBackend:
         self.num_whole_runs = 0  #: of those that are all of the module's forward
         self.root: Callable[..., Any] | None = None  #: the function at whose frame Dynamo starts
 
+    @property
+    def has_launches(self) -> bool:
+        """Whether a graph was compiled whose backward hands buckets over."""
+        return any(report.launches_in_backward for report in self.reports)
+
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
         is_whole = self.root is not None and torch_internals.is_whole_frame(gm, self.root)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_compile.compile.graph_report import GraphReport, graphs_without_cut
 from ddp_compile.config import ReplicateConfig, caps_from_mib
 from ddp_compile.errors import number_of, this_rank
-from ddp_compile.module.launches import describe_launches, watched_buckets
+from ddp_compile.module.launches import buckets_of_hooks, describe_launches
 from ddp_compile.passes.pipeline import Declined
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import (
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    state: ReplicateState, plan: BucketPlan, model: str, watched: Mapping[int, str | None] | None = None
+    state: ReplicateState, plan: BucketPlan, model: str, of_hooks: Mapping[int, str] | None = None
 ) -> Explanation:
     """See `Explanation`.
 
@@ -36,16 +36,16 @@ def explain(
         state: The module's.
         plan: Its plan, or the plan so far.
         model: The name of its class.
-        watched: As from `watched_buckets`, which is called if it is None.
+        of_hooks: As from `buckets_of_hooks`, which is called if it is None.
     """
-    watched = watched_buckets(state) if watched is None else watched
+    of_hooks = buckets_of_hooks(state) if of_hooks is None else of_hooks
     return Explanation(
         model=model,
         world_size=state.process_group.size(),
         algorithm=state.reducer.algorithm.name,
         settings=(*_settings(state.config, state.device.type), *state.compile_settings.chosen),
         plan=plan,
-        launches=describe_launches(state, plan, watched),
+        launches=describe_launches(state, plan, of_hooks),
         graphs=tuple(_explain_graph(report, plan) for report in state.backend.reports),
         regions=tuple(state.regions.explain(compiled_only=bool(state.breaks))),
         in_no_graph=_in_no_graph(state, plan),

@@ -13,34 +13,32 @@ if TYPE_CHECKING:
     from ddp_compile.module.replicate_state import ReplicateState
 
 
-#: Why a bucket that was watched is not launched early.
-MORE_THAN_ONE_PLACE = "its gradients come from more than one place, or hooks see them"
-TOO_EARLY = "another gradient came after it had been launched, so its hooks launch it"
+#: Why a bucket that a compiled backward computes is launched by its hooks.
+TOO_EARLY = "another gradient came after it had been launched, or hooks see its gradients, so its hooks launch it"
 
 
-def watched_buckets(state: ReplicateState) -> dict[int, str | None]:
-    """For each bucket that the reducer has, why it may not be launched inside a compiled backward; None if it may."""
-    reasons = {False: MORE_THAN_ONE_PLACE, True: TOO_EARLY}
-    return {
-        index: None if bucket.may_launch_early else reasons[bucket.was_launched_too_early]
-        for index, bucket in enumerate(state.reducer.buckets)
-    }
+def buckets_of_hooks(state: ReplicateState) -> dict[int, str]:
+    """The buckets that compiled backwards must leave to their hooks, and why."""
+    algorithm = state.reducer.algorithm
+    if not algorithm.traits.replayable:
+        return dict.fromkeys(
+            range(len(state.builder.propose().buckets)), f"the {algorithm.name} must not be called twice for a bucket"
+        )
+    return {index: TOO_EARLY for index, bucket in enumerate(state.reducer.buckets) if bucket.was_launched_too_early}
 
 
-def describe_launches(
-    state: ReplicateState, plan: BucketPlan, watched: Mapping[int, str | None]
-) -> tuple[BucketLaunch, ...]:
+def describe_launches(state: ReplicateState, plan: BucketPlan, of_hooks: Mapping[int, str]) -> tuple[BucketLaunch, ...]:
     """One for each bucket of a plan.
 
     Args:
         state: The module's.
         plan: Its plan, or the plan so far.
-        watched: As from `watched_buckets`.
+        of_hooks: As from `buckets_of_hooks`.
     """
-    return tuple(BucketLaunch(bucket.index, *_launch(state, bucket, watched)) for bucket in plan.buckets)
+    return tuple(BucketLaunch(bucket.index, *_launch(state, bucket, of_hooks)) for bucket in plan.buckets)
 
 
-def _launch(state: ReplicateState, bucket: BucketSpec, watched: Mapping[int, str | None]) -> tuple[bool, str]:
+def _launch(state: ReplicateState, bucket: BucketSpec, of_hooks: Mapping[int, str]) -> tuple[bool, str]:
     """Whether a bucket is launched early, and where or why not."""
     if state.process_group.size() == 1 and not state.reducer.algorithm.traits.beyond_group:
         return False, "there is one rank, so nothing is sent"
@@ -56,7 +54,7 @@ def _launch(state: ReplicateState, bucket: BucketSpec, watched: Mapping[int, str
     if first > 0:
         return True, "after the backward of a partition"
     declined = _declined(report, indices)
-    if report.launches_in_backward and not declined and watched.get(bucket.index, TOO_EARLY) is None:
+    if report.launches_in_backward and not declined and bucket.index not in of_hooks:
         return True, "inside the compiled backward"
     if bucket.frame:  # frames before this one have a backward to come
         return True, "after the backward of a graph"
@@ -66,7 +64,7 @@ def _launch(state: ReplicateState, bucket: BucketSpec, watched: Mapping[int, str
         return False, declined
     if not report.launches_in_backward:
         return False, "the graph is not cut"
-    return False, watched.get(bucket.index) or "the first reduced backward shows whether that is safe"
+    return False, of_hooks[bucket.index]
 
 
 def _declined(report: GraphReport, indices: set[int]) -> str:

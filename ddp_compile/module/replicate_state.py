@@ -99,7 +99,7 @@ class ReplicateState:
             config=config,
             algorithm=algorithm,
             monitor=self.monitor,
-            launches_in_backward=in_backward,
+            has_launches=(lambda: self.backend.has_launches) if in_backward else None,
             on_reduced=self.optimizers.step,
             on_plan_sealed=self._warn_without_overlap,
         )

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ def _hooks_of_torch_that_start() -> frozenset[object]:
             post_localSGD_hook.post_localSGD_hook,
         }
     )
+
+
+#: Those of them that keep no state, so that they may be called again for a bucket in the same iteration.
+_STATELESS = frozenset({"noop_hook", "allreduce_hook", "bf16_compress_hook", "fp16_compress_hook"})
 
 
 def starts_at_once(hook: HookFunction) -> HookFunction:
@@ -132,7 +137,8 @@ class CommHook(CommAlgorithm):
         ValueError: The annotation of its bucket or of its result is of another type.
     """
 
-    # A hook divides, may look at the whole buffer and keep state, and is called at world size 1 too.
+    # A hook divides, may look at the whole buffer, and is called at world size 1 too. If it may keep state, it must not
+    # be called again for a bucket in the same iteration.
     traits = Traits(prescale=False, layout="ddp", replayable=False, on_one_rank=True)
 
     def __init__(self, function: Callable[..., Any], state: object, process_group: dist.ProcessGroup) -> None:
@@ -143,6 +149,8 @@ class CommHook(CommAlgorithm):
         self._state = state
         self._process_group = process_group
         self._starts_at_once = _starts_at_once(function)
+        if self._starts_at_once and self._function_name in _STATELESS:
+            self.traits = replace(self.traits, replayable=True)
         self._running: Transfer | None = None
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:

@@ -78,24 +78,25 @@ class ParameterHooks:
         batch.begin(arriving, notify_of_last)
         self._batching[batch] = None
 
-    def flush(self, index: int) -> None:
+    def flush(self, index: int) -> Sequence[int]:
         """After a notification, count the batched gradients of the parameter's bucket.
 
-        Notifies the listener of those that were no longer missing.
+        Returns:
+            Those that were no longer missing. The listener has to treat each as if it had been notified of it.
         """
         batch = self._batch_of[index]
         if batch is None:
-            return
+            return ()
         again = self._count(batch)
         if again or (index == batch.last and len(batch.bucket.iteration.pending) > 1):
             batch.notify_of_each()
-        self._notify_again(again)
+        return again
 
-    def flush_all(self) -> None:
+    def flush_all(self) -> Sequence[int]:
         """`flush` for all buckets; from now on the listener is notified of every gradient."""
         again = [index for batch in self._batching for index in self._count(batch)]
         self.notify_of_each()
-        self._notify_again(again)
+        return again
 
     def note_last(self, index: int) -> None:
         """Expect this parameter's gradient to be the last one of its bucket the next time too."""
@@ -127,12 +128,6 @@ class ParameterHooks:
         """Count the gradients that have come; returns those that were no longer missing."""
         # Counting one by one in Python would cost as much as the hooks that batching saves.
         return batch.bucket.arrive_all(list(map(self._index_of.__getitem__, map(id, batch.take()))))
-
-    def _notify_again(self, indices: Sequence[int]) -> None:
-        listener = self._listener()
-        if listener is not None:
-            for index in indices:
-                listener.mark_parameter_ready(index)
 
 
 class _Batch:

@@ -20,12 +20,14 @@ from ddp_compile.runtime.comm import error_messages
 class AllRequired:
     """Every gradient has to come exactly once in each iteration. The other policies override what differs."""
 
-    #: Parameters whose gradients stay as they are because no rank has used them; known after `hear`.
+    #: Parameters whose gradients stay as they are because no rank has used them; known after `update`.
     used_by_nobody: Set[int] = frozenset()
     #: Whether `counts` must be called with every gradient.
     counts_each = False
     #: Whether the ranks exchange in this iteration which parameters were used; the same on every rank.
-    has_message = False
+    has_flags = False
+    #: Whether compiled backwards may launch buckets in this iteration; the same on every rank.
+    launches_early = True
 
     def note(self, index: int) -> None:
         """A gradient has come, inside ``no_sync`` or not."""
@@ -62,11 +64,11 @@ class AllRequired:
     def refuse_shadow(self) -> None:
         """Raise a ReplicationError if this rank, which has no input left, would have needed some earlier."""
 
-    def message(self, is_shadow: bool) -> bytearray:
-        """What this rank tells the others: a 1 for each parameter that was used here; a shadow says nothing yet."""
+    def flags(self, is_shadow: bool) -> bytearray:
+        """What this rank tells the others: a 1 for each parameter that was used here; a shadow sets none yet."""
         return bytearray()
 
-    def hear(self, used: Sequence[int]) -> None:
+    def update(self, used: Sequence[int]) -> None:
         """Take the flags of all ranks: 1 if any rank has used the parameter."""
 
 
@@ -85,7 +87,7 @@ class UnusedAllowed(AllRequired):
     """
 
     counts_each = True
-    has_message = True
+    has_flags = True
 
     def __init__(self, bucket_set: BucketSet, leaves_out_unused: bool) -> None:
         self._set = bucket_set
@@ -128,7 +130,7 @@ class UnusedAllowed(AllRequired):
     def absent_at_the_end(self, missing: Set[int]) -> Set[int] | None:
         return missing
 
-    def message(self, is_shadow: bool) -> bytearray:
+    def flags(self, is_shadow: bool) -> bytearray:
         flags = bytearray(len(self._set.parameters))
         if not is_shadow:
             for index in self._used_here:
@@ -136,7 +138,7 @@ class UnusedAllowed(AllRequired):
             self._used_here.clear()
         return flags
 
-    def hear(self, used: Sequence[int]) -> None:
+    def update(self, used: Sequence[int]) -> None:
         self.used_by_nobody = frozenset(index for index, flag in enumerate(used) if not flag)
         if self._unused_at_first is None:
             self._unused_at_first = self.used_by_nobody
@@ -149,6 +151,8 @@ class StaticGraph(UnusedAllowed):
     several reentrant checkpoints over one weight. From the second iteration on, a bucket is launched as soon as each
     has come that often.
     """
+
+    launches_early = False
 
     def __init__(self, bucket_set: BucketSet, leaves_out_unused: bool) -> None:
         super().__init__(bucket_set, leaves_out_unused)
@@ -206,10 +210,10 @@ class StaticGraph(UnusedAllowed):
                 " input; give every rank at least one batch, or drop static_graph"
             )
 
-    def hear(self, used: Sequence[int]) -> None:
-        super().hear(used)
+    def update(self, used: Sequence[int]) -> None:
+        super().update(used)
         self._expected = self._set.iteration.arrivals
-        self.has_message = False
+        self.has_flags, self.launches_early = False, True
 
     def _never_coming(self, arrivals: Counter[int]) -> set[int]:
         return set(range(len(self._set.parameters))) - arrivals.keys()

@@ -1,9 +1,4 @@
-"""One bucket: its parameters, its flat buffer, its state, and the ``.grad`` of its parameters.
-
-Note [Who writes gradients]
-`Bucket` writes ``.grad`` of reduced parameters. With a sharded optimizer no rank has the whole gradient, so
-`ddp_compile.runtime.sharded` writes it. Nothing else in the runtime does.
-"""
+"""One bucket: its parameters, its flat buffer and its state. A `GradientStore` writes the ``.grad``."""
 
 from __future__ import annotations
 
@@ -14,27 +9,26 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile import torch_internals
 from ddp_compile.errors import shorten_names
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime.buckets.comm_algorithm import Pending
 from ddp_compile.runtime.buckets.flat_buffer import FlatBuffer, non_finite_flags
-from ddp_compile.runtime.buckets.gradient_views import held_by_others
+from ddp_compile.runtime.buckets.gradient_views import GradientViews
 from ddp_compile.runtime.buckets.iteration import BucketIteration, BucketState
 from ddp_compile.runtime.comm import error_messages, flight_recorder, streams
 
 if TYPE_CHECKING:
     from ddp_compile.runtime.buckets.computed_bucket import ComputedBucket
+    from ddp_compile.runtime.buckets.gradients import GradientStore
 
 
 class Bucket:
-    """The flat buffer of one bucket and the gradients that are views into it.
+    """The flat buffer of one bucket, and how far it has come in an iteration.
 
     Args:
         spec: The bucket's part of the plan.
         parameters: Its parameters, in the order of ``spec.gradients``.
-        gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer unless a user could tell; see
-            Note [Gradients that others hold]. Otherwise the result is copied into the gradients that the engine made.
+        gradient_store: Writes the ``.grad`` of its parameters.
         lazy_allocation: Whether the flat buffer is dropped when an iteration ends.
         checks_finite: Whether `flatten` notes which gradients are infinite or NaN.
 
@@ -47,22 +41,22 @@ class Bucket:
         self,
         spec: BucketSpec,
         parameters: Sequence[Parameter],
-        gradient_as_bucket_view: bool,
+        gradient_store: GradientStore,
         lazy_allocation: bool,
         checks_finite: bool = False,
     ) -> None:
         self.spec = spec
         self.parameters = tuple(parameters)
         self._buffer = FlatBuffer(spec, parameters)
-        #: Never with a DTensor, since one cannot know who holds the tensor inside it: the result is copied into it.
-        self.gradient_as_bucket_view = gradient_as_bucket_view and not self._buffer.has_dtensors
+        self.gradient_store = gradient_store
         self.param_indices = tuple(gradient.index for gradient in spec.gradients)  #: numbers of its parameters
         self.position_of = {index: position for position, index in enumerate(self.param_indices)}
-        #: Whether it is launched as soon as a compiled backward has computed it; the same on every rank.
+        #: Whether a compiled backward that has computed it launches it; the same on every rank.
         self.may_launch_early = False
-        self.was_launched_too_early = False
+        self.was_launched_too_early = False  #: the same on every rank
+        self.was_launched_early = False  #: on this rank, and nothing came later
         self.iteration = BucketIteration(set(self.param_indices))
-        self._lazy_allocation = lazy_allocation
+        self.lazy_allocation = lazy_allocation
         self._checks_finite = checks_finite
         self._sparse: Tensor | None = None
         self._device = parameters[0].device
@@ -74,16 +68,19 @@ class Bucket:
     def begin_iteration(self) -> None:
         self.iteration = BucketIteration(set(self.param_indices))
         self._sparse = None
-        if self._lazy_allocation:
+        if self.lazy_allocation:
             self._buffer.drop()
 
-    def allow_early_launch(self) -> None:
-        """Let compiled backwards launch it from the next iteration on, as all ranks have agreed."""
-        self.may_launch_early = True
+    def let_launch_early(self, may: bool) -> None:
+        """From the next iteration on let a compiled backward launch it or not, as all ranks have agreed."""
+        self.may_launch_early = may and not self.was_launched_too_early
 
-    def forbid_early_launch(self) -> None:
-        """Let its hooks launch it from now on, since some rank launched it too early."""
-        self.may_launch_early, self.was_launched_too_early = False, True
+    def note_early_launch(self, was_too_early: bool) -> None:
+        """The iteration ends. If some rank launched it too early, its hooks launch it from now on."""
+        if was_too_early:
+            self.may_launch_early, self.was_launched_too_early, self.was_launched_early = False, True, False
+        elif self.iteration.computed is not None:
+            self.was_launched_early = True
 
     # Gradients arrive.
 
@@ -227,15 +224,19 @@ class Bucket:
         """Record an event after the flatten, since the launch may come on another stream."""
         self.iteration.flattened_at = streams.record(self.flat.device)
 
+    def note_held(self, positions: frozenset[int]) -> None:
+        """Record which ``.grad`` stay the tensors that they are; the result is copied into them."""
+        self.iteration.copied_back = positions
+
     def release_flattened(self) -> None:
         """Release the flattened tensors, which are not ``.grad``."""
         self.iteration.flattened = ()
 
-    def check_local_gradients(self) -> None:
-        """Note which ``.grad`` are infinite or NaN, in an iteration in which nothing is flattened."""
-        none = torch.empty(0, device=self._device)
-        gradients = [none.to(p.dtype) if p.grad is None else p.grad for p in self.parameters]
-        self.iteration.non_finite = non_finite_flags(torch_internals.local_tensors(gradients))
+    def positions_of(self, indices: Set[int]) -> set[int]:
+        """The positions of those of these parameters that are in it."""
+        if not indices:
+            return set()
+        return {position for index, position in self.position_of.items() if index in indices}
 
     def _contribution(self, position: int, gradient: Tensor | None, sends: bool) -> Tensor:
         """What a parameter sends: its gradient of this iteration, else its earlier ``.grad``, else zeros.
@@ -290,92 +291,9 @@ class Bucket:
             self._buffer.used_here()
             self._buffer.follow()  # a comm hook may resize it when its communication is over
 
-    # ``.grad``.
-
     def gradients(self) -> list[Tensor | None]:
         """The ``.grad`` of each parameter."""
         return [parameter.grad for parameter in self.parameters]
-
-    def store(self, position: int, gradient: Tensor | None) -> None:
-        self.parameters[position].grad = gradient
-
-    def point_gradients_at_views(self, untouched: Set[int] = frozenset()) -> None:
-        """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
-
-        It needs only the buffer's address, so it runs while the reduction is under way. It does nothing without
-        ``gradient_as_bucket_view`` and for a sparse gradient. A gradient that users hold stays; see Note
-        [Gradients that others hold].
-
-        Args:
-            untouched: Numbers of parameters whose ``.grad`` does not change.
-        """
-        if not self.gradient_as_bucket_view or self.spec.is_sparse:
-            return
-        views = self._buffer.gradient_views
-        gradients = self.gradients()
-        self.iteration.flattened = ()  # `gradients` keeps the objects, and must be the only list that does
-        if views.are(gradients):
-            return
-        self.iteration.copied_back = held_by_others(gradients, views.tensors)
-        left_alone = self._positions_of(untouched) | self.iteration.copied_back
-        pairs: Iterable[tuple[Parameter, Tensor]] = zip(self.parameters, views.tensors, strict=True)
-        if left_alone:
-            pairs = [pair for position, pair in enumerate(pairs) if position not in left_alone]
-        for parameter, view in pairs:
-            parameter.grad = view
-
-    def hand_over(self, untouched: Set[int] = frozenset()) -> None:
-        """Let every ``.grad`` be the reduced gradient, except those that no rank has touched."""
-        left_alone = self._positions_of(untouched)
-        if self.spec.is_sparse:
-            # A sparse sum has other indices than the tensor that was sent, so it is a new tensor.
-            assert self.iteration.work is not None
-            if not left_alone:
-                self.store(0, self.iteration.work.result()[0])
-            return
-        for position in left_alone:
-            if position in self.iteration.saved:
-                self._buffer.places[position].copy_(self.iteration.saved[position])
-        if not self.gradient_as_bucket_view:
-            self._copy_back(left_alone)
-        for position in self.iteration.copied_back - left_alone:
-            gradient = self.parameters[position].grad
-            if gradient is not None:
-                with torch.no_grad():
-                    gradient.copy_(self._buffer.places[position])
-
-    def fill_with_zeros(self, indices: Set[int]) -> None:
-        """Give these parameters a ``.grad`` of zeros if they have none."""
-        for position in self._positions_of(indices):
-            if self.parameters[position].grad is None:
-                self.store(position, torch.zeros_like(self.parameters[position]))
-
-    def adopt_gradients(self) -> None:
-        """At the end of a backward, move all gradients into the flat buffer, to free their old memory."""
-        if self.spec.is_sparse or not self.gradient_as_bucket_view or self._lazy_allocation:
-            return
-        views = self._buffer.gradient_views.tensors
-        held = held_by_others(self.gradients(), views)
-        for position, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
-            if parameter.grad is not None and parameter.grad is not view and position not in held:
-                self.store(position, view.copy_(parameter.grad))
-
-    def _copy_back(self, left_alone: Set[int]) -> None:
-        gradients = []
-        for position, (parameter, view) in enumerate(zip(self.parameters, self._buffer.places, strict=True)):
-            if position in left_alone:
-                gradients.append(torch.empty_like(view))  # discarded
-                continue
-            if parameter.grad is None:  # other ranks have used it
-                self.store(position, torch.empty_like(parameter if self._buffer.has_dtensors else view))
-            assert parameter.grad is not None
-            gradients.append(parameter.grad)
-        self._buffer.unflatten(gradients)
-
-    def _positions_of(self, indices: Set[int]) -> set[int]:
-        if not indices:
-            return set()
-        return {position for index, position in self.position_of.items() if index in indices}
 
     # The flat buffer and its layout.
 
@@ -391,6 +309,15 @@ class Bucket:
         Do not keep them after the reduction.
         """
         return self._buffer.places
+
+    @property
+    def gradient_views(self) -> GradientViews:
+        """Tensors on the same memory that can become ``.grad``."""
+        return self._buffer.gradient_views
+
+    def unflatten(self, gradients: Sequence[Tensor]) -> None:
+        """Copy each gradient from its place in the flat buffer."""
+        self._buffer.unflatten(gradients)
 
     @property
     def is_aligned(self) -> bool:
@@ -431,8 +358,3 @@ class Bucket:
         """The bucket for an error message: its number, size and the ends of its list of parameters."""
         names = shorten_names([gradient.fqn for gradient in self.spec.gradients])
         return f"bucket {self.spec.index} ({self.spec.num_bytes} bytes: {names})"
-
-
-def drop_gradients(parameters: Iterable[Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None

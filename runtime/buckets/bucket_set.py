@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch.nn import Parameter
@@ -14,9 +15,11 @@ from ddp_compile.errors import RanksDifferError, ReductionError, number_of, this
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan, Layout
 from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.gradients import store_for
 from ddp_compile.runtime.buckets.iteration import Iteration
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.collectives import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
+from ddp_compile.runtime.comm.collectives import agree_on_plan, any_rank, plan_of_rank_0, verify_algorithms_agree
+from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 log = logging.getLogger(__name__)
@@ -64,24 +67,29 @@ class BucketSet:
         for bucket in self.buckets:
             bucket.begin_iteration()
 
-    def seal(self, algorithm: str) -> BucketPlan:
+    def seal(self, algorithm: str, may_launch_early: bool, has_launches: bool) -> BucketPlan:
         """Agree on the plan with the other ranks before anything is launched.
+
+        Args:
+            algorithm: The name of the algorithm.
+            may_launch_early: Whether compiled backwards may hand buckets over; the same on every rank.
+            has_launches: Whether this rank has compiled such a backward; then all ranks let all buckets launch early.
 
         Raises:
             RanksDifferError: The ranks have different algorithms.
             ReductionError: Another rank did not come.
         """
         device = self.parameters[0].device
-        try:
+        proposed = self._builder.propose()
+        gradients = proposed.buckets[0].gradients
+        first = f"bucket 0 ({gradients[0].fqn}, ..., {gradients[-1].fqn})"
+        with Exchange(partial(_no_plan, f"before {first} could be launched"), self._monitor):
             verify_algorithms_agree(algorithm, self.process_group, device, self._monitor.model)
-            plan = agree_on_plan(self._builder.propose(), self.process_group, device)
-        except RanksDifferError:
-            raise
-        except RuntimeError as error:
-            gradients = self._builder.propose().buckets[0].gradients
-            first = f"bucket 0 ({gradients[0].fqn}, ..., {gradients[-1].fqn})"
-            raise self._no_plan(error, f"before {first} could be launched") from error
+            plan = agree_on_plan(proposed, self.process_group, device)
+            launch_early = may_launch_early and any_rank(has_launches, self.process_group, device)
         self._install(plan)
+        for bucket in self.buckets:
+            bucket.let_launch_early(launch_early)
         log.info("%s: plan %s sealed, %s", this_rank(), plan.digest, number_of(len(plan.buckets), "bucket"))
         return plan
 
@@ -116,10 +124,8 @@ class BucketSet:
             return
         # Inside ``Join``, a rank that had no input in the first iteration knows no order.
         proposed = self._builder.reorder_tail(tuple(order)) if order else before
-        try:
+        with Exchange(partial(_no_plan, "after all buckets had been reduced"), self._monitor):
             plan = plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
-        except RuntimeError as error:
-            raise self._no_plan(error, "after all buckets had been reduced") from error
         if plan == before:
             return
         self._install(plan)
@@ -128,7 +134,7 @@ class BucketSet:
                 bucket.drop_flat()
         for bucket in self.buckets:
             if bucket not in old_buckets:
-                bucket.adopt_gradients()
+                bucket.gradient_store.adopt(bucket)
         number = number_of(len(plan.buckets), "bucket")
         log.info("%s: plan %s follows %s, %s", this_rank(), plan.digest, before.digest, number)
 
@@ -147,13 +153,6 @@ class BucketSet:
             for bucket, spec in zip(self.buckets, self.plan.buckets, strict=True):
                 bucket.lay_out_as(spec)
                 bucket.take_name(self.plan.digest)
-
-    def _no_plan(self, error: RuntimeError, when: str) -> ReductionError:
-        failure = ReductionError(
-            f"{this_rank()}: the ranks could not agree on the bucket plan, {when}."
-            f" {error_messages.look_elsewhere('its backward', error)}"
-        )
-        return self._monitor.report_failure(failure)
 
     def _refuse_other_model(self, plan: BucketPlan) -> None:
         theirs = {gradient.index: gradient for bucket in plan.buckets for gradient in bucket.gradients}
@@ -182,7 +181,7 @@ class BucketSet:
                 bucket = Bucket(
                     spec,
                     parameters,
-                    self.config.gradient_as_bucket_view,
+                    store_for(spec, parameters, self.config.gradient_as_bucket_view),
                     self.config.lazy_bucket_allocation,
                     self.config.check_finite_gradients,
                 )
@@ -192,3 +191,10 @@ class BucketSet:
         self.buckets = tuple(buckets)
         self.of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self.parameters))]
         self.of_param_indices = {bucket.param_indices: bucket for bucket in buckets}
+
+
+def _no_plan(when: str, error: RuntimeError) -> ReductionError:
+    return ReductionError(
+        f"{this_rank()}: the ranks could not agree on the bucket plan, {when}."
+        f" {error_messages.look_elsewhere('its backward', error)}"
+    )

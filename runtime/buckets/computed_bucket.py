@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import Enum, auto
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp_compile.runtime.buckets.bucket import Bucket, drop_gradients
-
-
-class EarlyDecision(Enum):
-    """What happens to a bucket that a compiled backward has computed."""
-
-    WAIT = auto()  #: its parameters' hooks launch it
-    WATCH = auto()  #: the same, and its gradients are checked: may it be launched early in later iterations?
-    LAUNCH = auto()  #: it is launched now
-    LAUNCH_OBSERVED = auto()  #: the same, although hooks see its gradients; see Note [Observed gradients]
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.gradients import drop_gradients, set_gradient
+from ddp_compile.runtime.comm import streams
 
 
 class ComputedBucket:
-    """The gradients of one bucket, as a graph computed them in this iteration.
+    """The gradients of one bucket, as a graph computed them in this iteration; it is launched with them.
 
     Unless hooks observe the gradients, it removes ``.grad``, since AccumulateGrad stores a gradient unchanged only if
-    there is none before. `restore_gradients` brings it back when the iteration ends. In a bucket that is only watched,
-    each ``.grad`` comes back when its gradient arrives.
+    there is none before. `restore_gradients` brings it back when the iteration ends.
 
     Args:
         gradients: What the graph returns for them.
+        is_observed: Whether hooks see the gradients; see Note [Observed gradients].
         compares_values: Whether hooks may write into the gradients in a way that neither address nor version shows.
         moved: What was computed, if the graph returns other tensors. It is gone after the launch.
     """
@@ -37,20 +29,17 @@ class ComputedBucket:
         self,
         bucket: Bucket,
         gradients: Sequence[Tensor],
-        decision: EarlyDecision,
+        is_observed: bool,
         compares_values: bool,
         moved: Sequence[Tensor] | None = None,
     ) -> None:
-        self.is_launched = decision is not EarlyDecision.WATCH  #: before AccumulateGrad has seen its gradients
         self.late: set[int] = set()  #: parameters that got another contribution after the launch
         self.is_lost = False  #: whether this rank's own gradients are gone
         self._before = bucket.gradients()
         self._bucket = bucket
-        self._is_observed = decision is EarlyDecision.LAUNCH_OBSERVED
+        self._is_observed = is_observed
         self._moved = moved
         self._is_compared = False
-        self._arrived: set[int] = set()  # of a bucket that is only watched
-        self._has_more = False  # of a bucket that is only watched: whether another contribution has come
         # Aliases, since the engine must be able to steal the gradients themselves.
         self._aliases = [gradient.detach() for gradient in gradients]
         self._versions: list[int] = []
@@ -59,11 +48,6 @@ class ComputedBucket:
         self._comparisons: list[tuple[int, Tensor]] = []  # of values: position, and whether they are equal
         if not self._is_observed:
             drop_gradients(bucket.parameters)
-
-    @property
-    def has_one_contributor(self) -> bool:
-        """For a watched bucket, whether each ``.grad`` was the computed tensor itself, and arrived once."""
-        return not self.is_launched and len(self._arrived) == len(self._bucket.param_indices) and not self._has_more
 
     def watch(self) -> None:
         """Notice all changes of the gradients from now on; only the engine should touch them."""
@@ -83,7 +67,7 @@ class ComputedBucket:
         if self._is_observed:
             self._before = [None] * len(before)
             for position, old in enumerate(before):
-                bucket.store(position, old)
+                set_gradient(bucket.parameters[position], old)
         else:
             self._before = before
         return _sums(before, self._aliases)
@@ -94,26 +78,14 @@ class ComputedBucket:
         self._is_compared = True
 
     def arrive(self, index: int) -> None:
-        """AccumulateGrad has stored a gradient.
+        """AccumulateGrad has stored a gradient. A second one is late.
 
-        If the bucket is launched, a batch of hooks may have counted its first one already, and `compare` finds any
-        difference. A second one is late.
+        A batch of hooks may have counted the first one already; `compare` finds any difference in it.
         """
-        if self.is_launched:
-            if self._bucket.arrive_all((index,)):
-                self.late.add(index)
-                # The bucket's means, which lack it, may have been handed over.
-                self.is_lost = self.is_lost or self._bucket.iteration.own is not None
-            return
-        position = self._bucket.position_of[index]
-        gradient = self._bucket.parameters[position].grad
-        if index in self._arrived or self._is_another(position, gradient):
-            self._has_more = True
-        old = self._before[position]
-        if old is not None and index not in self._arrived:
-            # As AccumulateGrad would have done if the earlier gradient had been there.
-            self._bucket.store(position, old if gradient is None else old.add_(gradient))
-        self._arrived.add(index)
+        if self._bucket.arrive_all((index,)):
+            self.late.add(index)
+            # The bucket's means, which lack it, may have been handed over.
+            self.is_lost = self.is_lost or self._bucket.iteration.own is not None
 
     def compare(self) -> list[Tensor]:
         """Find the parameters whose ``.grad`` is not the computed gradient, or has more added to it.
@@ -122,7 +94,7 @@ class ComputedBucket:
             Bools of shape (), on the gradients' device. Pass their values to `read`, which completes the search.
             Getting the values makes the host wait for the device, so do it for many buckets at once.
         """
-        if self.is_launched and not self._is_compared:
+        if not self._is_compared:
             pairs = zip(self._bucket.param_indices, self._bucket.gradients(), strict=True)
             self.late.update(index for i, (index, gradient) in enumerate(pairs) if self._is_another(i, gradient))
         self._is_compared = True
@@ -131,29 +103,29 @@ class ComputedBucket:
     def read(self, are_equal: Iterable[bool]) -> None:
         """Take the values of what `compare` returned."""
         for (position, _), is_equal in zip(self._comparisons, are_equal, strict=True):
-            if not is_equal and self.is_launched:
+            if not is_equal:
                 self.late.add(self._bucket.param_indices[position])
-            elif not is_equal:
-                self._has_more = True
         self._comparisons = []
 
     @property
     def holds_its_own(self) -> bool:
         """Whether this rank still has its complete gradients although the bucket has been launched."""
-        if self.is_lost or not self.is_launched:
+        if self.is_lost:
             return False
         return not self.late or all(gradient is not None for gradient in self._bucket.gradients())
 
     def own_gradients(self) -> list[Tensor]:
-        """This rank's complete gradients."""
-        return _sums(self._before, [gradient for gradient in self._bucket.gradients() if gradient is not None])
+        """This rank's complete gradients. They may be of another stream, and are read on the current one."""
+        gradients = [gradient for gradient in self._bucket.gradients() if gradient is not None]
+        streams.used_here(gradients)
+        return _sums(self._before, gradients)
 
     def restore_gradients(self) -> None:
         """Restore the ``.grad`` that the iteration began with; the result is copied into it."""
         before, self._before = self._before, [None] * len(self._before)
         for position, old in enumerate(before):
-            if self.is_launched and old is not None:
-                self._bucket.store(position, old)
+            if old is not None:
+                set_gradient(self._bucket.parameters[position], old)
                 increment_version(old)  # as if AccumulateGrad had added to it
 
     def _is_another(self, position: int, gradient: Tensor | None) -> bool:

@@ -42,7 +42,7 @@ class Sharding:
             untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` does not change.
         """
         for bucket in launched:
-            bucket.hand_over(untouched)
+            bucket.gradient_store.hand_over(bucket, untouched)
 
     def await_parameters(self, indices: Sequence[int] | None = None) -> None:
         """Return when parameters, which are about to be read, are complete.

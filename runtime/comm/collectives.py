@@ -157,6 +157,15 @@ def _broadcast_bytes(payload: bytes, process_group: dist.ProcessGroup, device: t
     return _to_bytes(message)
 
 
+def any_rank(flag: bool, process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the flag is set on any rank."""
+    if process_group.size() == 1:
+        return flag
+    message = torch.tensor([flag], dtype=torch.uint8, device=device)
+    dist.all_reduce(message, dist.ReduceOp.MAX, group=process_group)
+    return bool(message.item())
+
+
 def ranks_unlike_rank_0(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
     """The global ranks whose bytes differ from those of the group's rank 0."""
     digest = hashlib.sha256(payload).digest()

@@ -162,19 +162,16 @@ def used_after_all(names: Sequence[str]) -> GradientArrivalError:
     )
 
 
-def contributor_after_launch(names: Sequence[str], launched_once: str | None, has_moved: bool) -> GradientArrivalError:
+def contributor_after_launch(names: Sequence[str], has_moved: bool) -> GradientArrivalError:
     """Gradients came after a compiled backward had handed over their buckets, which cannot be launched again.
 
     Args:
-        launched_once: Name of the algorithm if it is not replayable; else None.
         has_moved: Whether gradients were moved into the flat buffer.
     """
-    if launched_once is not None:
-        reason = f"the {launched_once} must not be called twice for one"
-    elif has_moved:
-        reason = "static_graph=True, which promises that every iteration is like the first, frees their memory"
+    if has_moved:
+        reason = "static_graph=True, which promises that all iterations are alike, frees their memory"
     else:
-        reason = "some rank no longer holds its own gradients of them"
+        reason = "some rank no longer holds its own gradients of them, for example because a hook has set .grad to None"
     return GradientArrivalError(
         f"{this_rank()}: {', '.join(names)} got another gradient, on this rank or another one, after the compiled"
         " backward had handed over the bucket, for example from a regularizer outside the model or a hook that returns"

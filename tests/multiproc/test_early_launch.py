@@ -14,8 +14,9 @@ from in_ci import only
 from models import Mlp, loss_of
 from rank_pool import on_ranks
 from torch import Tensor, nn
+from ways_to_train import count_early
 
-from ddp_compile import MissingGradientError, ReductionError, ddp_compile
+from ddp_compile import ReductionError, ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
 
 pytestmark = pytest.mark.usefixtures("each_split")
@@ -124,7 +125,7 @@ def test_a_rank_that_sent_zeros_can_send_them_again() -> None:
     assert max(train(Skips, skip_and_look, find_unused_parameters=True)) < 1e-6
 
 
-class LearnsLate(nn.Module):
+class CompiledLate(nn.Module):
     """Nothing of it is compiled in the first iteration, in which `use_a_parameter_twice` runs it eagerly."""
 
     def __init__(self) -> None:
@@ -137,22 +138,24 @@ class LearnsLate(nn.Module):
         return x
 
 
-def use_a_parameter_twice(model: Any, x: Tensor, step: int) -> None:
-    with torch.compiler.set_stance("force_eager" if step == 0 else "default"):
-        loss = loss_of(model(x))
-    if step == 2:  # the bucket has been launched by then
-        loss = loss + model.layers[1].layers[1].weight.square().sum()
-    loss.backward()
-    if hasattr(model, "no_sync"):
-        num_early = len(model._ddp_compile_state.reducer.early_buckets)
-        model.num_early = [*getattr(model, "num_early", []), num_early]
-        if step == 8:
-            assert model.num_early == [0, 3, 2, 2, 2, 2, 2, 2, 2], model.num_early
-
-
 @on_ranks(2)
-def test_buckets_may_leave_early_from_a_later_iteration_on_but_not_once_they_were_found_late() -> None:
-    assert train(LearnsLate, use_a_parameter_twice, num_steps=9) == [0.0] * 9
+def test_graphs_compiled_later_launch_early_after_an_agreement_point() -> None:
+    models = beside_plain(CompiledLate, bucket_cap_mb=CAP_MB)
+    launched, num_early = count_early(models[0]), []
+
+    def use_a_parameter_twice(model: Any, x: Tensor, step: int) -> None:
+        with torch.compiler.set_stance("force_eager" if step == 0 else "default"):
+            loss = loss_of(model(x))
+        if step == 2:  # the bucket has been launched by then
+            loss = loss + model.layers[0].layers[1].weight.square().sum()
+        launched.clear()
+        loss.backward()
+        if model is models[0]:
+            num_early.append(len(launched))
+
+    assert train_beside(models, use_a_parameter_twice, 5, width=WIDTH, rows=6) == [0.0] * 5
+    # Iterations 1, 2 and 4 are agreement points.
+    assert num_early == [0, 0, 3, 2, 2]
 
 
 @on_ranks(2)
@@ -187,10 +190,9 @@ class Fused(nn.Module):
 @on_ranks(2)
 def test_gradients_that_are_views_of_one_tensor_are_launched_early() -> None:
     model = ddp_compile(Fused(), bucket_cap_mb=CAP_MB, backend="aot_eager")
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(model(torch.randn(6, WIDTH))).backward()
-    assert len(model._ddp_compile_state.reducer.early_buckets) == 4
+    launched = count_early(model)
+    loss_of(model(torch.randn(6, WIDTH))).backward()
+    assert len(launched) == 4
 
 
 class Block(nn.Module):
@@ -264,35 +266,6 @@ def use_kept_loss(model: Any, x: Tensor, step: int) -> None:
 @on_ranks(2)
 def test_a_bucket_that_no_output_leads_to_is_not_sent_without_what_is_computed() -> None:
     assert max(train(KeepsLoss, use_kept_loss, find_unused_parameters=True)) < 1e-6
-
-
-class UsesPart(Mlp):
-    uses_all = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[: None if self.uses_all else 3]:
-            x = torch.tanh(layer(x))
-        return x
-
-
-def fail_in_the_first_iteration_and_accumulate(model: Any, x: Tensor, step: int) -> None:
-    if step == 0:
-        loss_of(model(x)).backward()
-        model.uses_all = True
-        if hasattr(model, "no_sync"):
-            with pytest.raises(MissingGradientError):
-                model(x)
-        model.zero_grad()
-    with getattr(model, "no_sync", contextlib.nullcontext)():
-        loss_of(model(2 * x)).backward()
-    loss_of(model(x)).backward()
-
-
-@pytest.mark.parametrize("as_view", [True, pytest.param(False, marks=pytest.mark.long)])
-@on_ranks(2)
-def test_a_first_iteration_that_ended_in_an_error_is_learned_from_again(as_view: bool) -> None:
-    step_of = fail_in_the_first_iteration_and_accumulate
-    assert train(lambda: UsesPart(WIDTH, 4), step_of, gradient_as_bucket_view=as_view) == [0.0] * 5
 
 
 def register_hook_and_accumulate(model: Any, x: Tensor, step: int) -> None:

@@ -56,7 +56,7 @@ def test_a_hook_that_clears_gradients_is_named(on_node: bool) -> None:
             get_gradient_edge(parameter).node.register_hook(clear)
         else:
             parameter.register_post_accumulate_grad_hook(clear)
-    with pytest.raises(GradientArrivalError, match=r"layers\.3\.\w+ was set to None before it was averaged"):
+    with pytest.raises(GradientArrivalError, match=r"layers\.\d\.\w+ was set to None before it was averaged"):
         loss_of(model(torch.randn(4, 7))).backward()
 
 

@@ -326,93 +326,85 @@ class Way(NamedTuple):
 
     Args:
         step: One step.
-        num_early: How many buckets are launched inside the backward in each step under ``split="backward"``. Of an
-            `Mlp` of four layers these are three: the last one is ready when the backward ends.
+        num_early: How many buckets are launched inside compiled backwards in the last step under ``split="backward"``.
+            Of an `Mlp` of four layers these are three: the last one is ready when the backward ends.
         make: Makes the model.
         is_ddps: Whether DistributedDataParallel can do it; otherwise the plain model's mean is the reference.
         tolerance: Of a gradient's relative difference.
     """
 
     step: Step = one_backward
-    num_early: tuple[int, ...] = (0, 3, 3, 3, 3, 3)
+    num_early: int = 3
     make: Callable[[], nn.Module] = lambda: Mlp(33, 4)
     is_ddps: bool = True
     tolerance: float = 0.0
 
 
-#: For `Way.num_early`: the buckets wait for their hooks in every step.
-NEVER = (0, 0, 0, 0, 0, 0)
-#: Two backwards in a step, of which only the very first one teaches.
-TWICE = (3, 6, 6, 6, 6, 6)
-#: The regularised weight's bucket waits, the others do not.
-BUT_ONE = (0, 2, 2, 2, 2, 2)
-#: What is launched too early is launched again, and waits from then on.
-UNTIL_IT_APPEARS = (0, 3, 3, 3, 3, 2)
+#: For `Way.num_early`: a bucket that was launched too early was launched again, and waits for its hooks from then on.
+ONE_WAITS = 2
+#: Two backwards in a step.
+TWICE = 6
 #: A sum of the iteration before and of this one rounds otherwise than the sum of both.
 BESIDE_PLAIN = {"is_ddps": False, "tolerance": 1e-6}
 WAYS = {
     "plain": Way(),
-    "regulariser_built_after": Way(regulariser_built_after, BUT_ONE),
-    "regulariser_built_before": Way(regulariser_built_before, BUT_ONE),
+    "regulariser_built_after": Way(regulariser_built_after, ONE_WAITS),
+    "regulariser_built_before": Way(regulariser_built_before, ONE_WAITS),
     "regulariser_first": Way(regulariser_first),
     "regulariser_last": Way(regulariser_last),
     "regulariser_first_on_one_rank": Way(only_then(regulariser_first, ranks=[1])),
-    "contributor_on_one_rank": Way(only_then(regulariser_built_after, 0, [1]), BUT_ONE),
-    "contributor_that_appears": Way(only_then(regulariser_built_before), UNTIL_IT_APPEARS),
-    "contributor_that_appears_on_one_rank": Way(only_then(regulariser_built_before, ranks=[1]), UNTIL_IT_APPEARS),
-    "contributor_on_one_rank_and_a_forward_on_the_other": Way(only_then(forward_beside), UNTIL_IT_APPEARS),
-    "sparse_regulariser": Way(only_then(sparse_regulariser), (0, 2, 2, 2, 2, 1), lambda: Table(33), **BESIDE_PLAIN),
-    "two_forwards": Way(two_forwards, NEVER),
-    "two_forwards_later": Way(only_then(two_forwards), (0, 3, 3, 3, 3, 0)),
+    "contributor_on_one_rank": Way(only_then(regulariser_built_after, 0, [1]), ONE_WAITS),
+    "contributor_that_appears": Way(only_then(regulariser_built_before), ONE_WAITS),
+    "contributor_that_appears_on_one_rank": Way(only_then(regulariser_built_before, ranks=[1]), ONE_WAITS),
+    "contributor_on_one_rank_and_a_forward_on_the_other": Way(only_then(forward_beside), ONE_WAITS),
+    "sparse_regulariser": Way(only_then(sparse_regulariser), 1, lambda: Table(33), **BESIDE_PLAIN),
+    "two_forwards": Way(two_forwards, 0),
+    "two_forwards_later": Way(only_then(two_forwards), 0),
     # A bias before BatchNorm has a gradient of zero but for rounding, which regrouping changes.
-    "two_forwards_with_batch_norm": Way(two_forwards, NEVER, with_batch_norm, tolerance=1e-5),
+    "two_forwards_with_batch_norm": Way(two_forwards, 0, with_batch_norm, tolerance=1e-5),
     "two_forwards_and_backwards": Way(two_forwards_and_backwards, TWICE, **BESIDE_PLAIN),
     "forward_that_nobody_uses": Way(forward_that_nobody_uses),
     "forward_inside_no_sync": Way(forward_inside_no_sync),
-    "accumulate": Way(accumulate(), (6, 9, 9, 9, 9, 9)),
+    "accumulate": Way(accumulate(), 9),
     "accumulate_in_no_sync": Way(accumulate("no_sync")),
     "accumulate_by_attribute": Way(accumulate("attribute")),
     "accumulate_any_number": Way(accumulate("no_sync", (1, 2, 5, 1, 9))),
-    "accumulate_and_regularise": Way(before(only_then(regulariser_built_before), True), UNTIL_IT_APPEARS),
-    "average_and_regularise": Way(before(only_then(regulariser_built_before), False), (3, 6, 6, 6, 6, 4)),
+    "accumulate_and_regularise": Way(before(only_then(regulariser_built_before), True), ONE_WAITS),
+    "average_and_regularise": Way(before(only_then(regulariser_built_before), False), 4),
     "gradients_detached_in_between": Way(changed_in_between(lambda p: p.grad.detach_().mul_(0.5)), TWICE),
     "gradients_replaced_in_between": Way(changed_in_between(lambda p: setattr(p, "grad", 0.5 * p.grad)), TWICE),
     # A bucket finds some of its gradients gone and others where they were.
     "gradients_freed_in_between": Way(changed_in_between(lambda p: setattr(p, "grad", None), stride=2), TWICE),
     "gradients_zeroed_in_between": Way(changed_in_between(lambda p: p.grad.zero_()), TWICE),
-    "tensor_hook": Way(with_hook(lambda p: p.register_hook(lambda gradient: gradient / 2)), UNTIL_IT_APPEARS),
-    "tensor_hook_in_place": Way(with_hook(lambda p: p.register_hook(halve)), UNTIL_IT_APPEARS),
-    "tensor_hook_on_data_on_one_rank": Way(
-        with_hook(lambda p: p.register_hook(halve_data), ranks=[1]), UNTIL_IT_APPEARS
-    ),
-    "hook_on_one_rank": Way(with_hook(lambda p: p.register_hook(only_look), ranks=[0]), UNTIL_IT_APPEARS),
-    "hook_after_accumulation": Way(with_hook(halve_after_accumulation), UNTIL_IT_APPEARS),
-    "hook_before_accumulation": Way(with_hook(halve_before_accumulation), UNTIL_IT_APPEARS),
+    "tensor_hook": Way(with_hook(lambda p: p.register_hook(lambda gradient: gradient / 2)), ONE_WAITS),
+    "tensor_hook_in_place": Way(with_hook(lambda p: p.register_hook(halve)), ONE_WAITS),
+    "tensor_hook_on_data_on_one_rank": Way(with_hook(lambda p: p.register_hook(halve_data), ranks=[1]), ONE_WAITS),
+    "hook_on_one_rank": Way(with_hook(lambda p: p.register_hook(only_look), ranks=[0]), ONE_WAITS),
+    "hook_after_accumulation": Way(with_hook(halve_after_accumulation), ONE_WAITS),
+    "hook_before_accumulation": Way(with_hook(halve_before_accumulation), ONE_WAITS),
     # For DistributedDataParallel's mean a hook after the node that comes after the wrapping is too late.
-    "hook_after_the_node": Way(with_hook(shrink_after_the_node), UNTIL_IT_APPEARS, **BESIDE_PLAIN),
-    "hook_after_the_node_from_the_beginning": Way(
-        with_hook(shrink_after_the_node, 0), (0, 3, 2, 2, 2, 2), **BESIDE_PLAIN
-    ),
-    "hook_before_the_node_on_data": Way(with_hook(shrink_data_before_the_node), UNTIL_IT_APPEARS, **BESIDE_PLAIN),
+    "hook_after_the_node": Way(with_hook(shrink_after_the_node), ONE_WAITS, **BESIDE_PLAIN),
+    "hook_after_the_node_from_the_beginning": Way(with_hook(shrink_after_the_node, 0), ONE_WAITS, **BESIDE_PLAIN),
+    "hook_before_the_node_on_data": Way(with_hook(shrink_data_before_the_node), ONE_WAITS, **BESIDE_PLAIN),
     "hook_before_the_node_on_data_on_one_rank": Way(
-        with_hook(shrink_data_before_the_node, ranks=[1]), UNTIL_IT_APPEARS, **BESIDE_PLAIN
+        with_hook(shrink_data_before_the_node, ranks=[1]), ONE_WAITS, **BESIDE_PLAIN
     ),
-    "hook_while_accumulating": Way(before(with_hook(halve_after_accumulation), True), UNTIL_IT_APPEARS),
-    "hooks_on_all_parameters_twice": Way(clamp_more_and_more, NEVER),
+    "hook_while_accumulating": Way(before(with_hook(halve_after_accumulation), True), ONE_WAITS),
+    "hooks_on_all_parameters_twice": Way(clamp_more_and_more, 0),
     "graph_kept": Way(graph_kept, TWICE, **BESIDE_PLAIN),
     "gradients_asked_for": Way(gradients_asked_for, **BESIDE_PLAIN),
     "losses_one_by_one": Way(losses_one_by_one, TWICE, lambda: TwoOutputs(33, 4), **BESIDE_PLAIN),
     "under_autocast": Way(under_autocast),
-    "backward_in_inference_mode": Way(backward_in_inference_mode, NEVER),
+    "backward_in_inference_mode": Way(backward_in_inference_mode, 0),
     "unscaled_and_clipped": Way(unscaled_and_clipped),
     "module_used_twice": Way(make=lambda: UsedTwice(33, 4)),
-    "frame_used_twice": Way(num_early=NEVER, make=lambda: FrameUsedTwice(33, 4)),
-    "tied_weights": Way(num_early=BUT_ONE, make=lambda: Tied(33, 4)),
-    "shared_gradients": Way(num_early=(0, 1, 1, 1, 1, 1), make=lambda: Shared(33)),
+    "frame_used_twice": Way(num_early=0, make=lambda: FrameUsedTwice(33, 4)),
+    "tied_weights": Way(num_early=ONE_WAITS, make=lambda: Tied(33, 4)),
+    "shared_gradients": Way(num_early=1, make=lambda: Shared(33)),
     "convolutions": Way(make=lambda: Convolutions(torch.contiguous_format)),
     "channels_last": Way(make=lambda: Convolutions(torch.channels_last)),
     "checkpoints": Way(make=lambda: Checkpoints(use_reentrant=False)),
-    "reentrant_checkpoints": Way(num_early=NEVER, make=lambda: Checkpoints(use_reentrant=True)),
+    "reentrant_checkpoints": Way(num_early=0, make=lambda: Checkpoints(use_reentrant=True)),
 }
 
 
@@ -428,7 +420,7 @@ class Trained(NamedTuple):
 
     Args:
         worst: Largest relative difference of any gradient to the reference, bit for bit equal if 0.
-        num_early: How many buckets were launched inside the backward, for each step.
+        num_early: How many buckets were launched inside compiled backwards, for each step.
     """
 
     worst: float
@@ -436,15 +428,16 @@ class Trained(NamedTuple):
 
 
 def count_early(model: Any) -> list[int]:
-    """A list to which the number of each bucket is appended that is launched inside a backward."""
-    queue = model._ddp_compile_state.reducer._queue
-    launched, complete_with = [], queue.complete_with
+    """A list to which the number of each bucket is appended that is launched inside a compiled backward."""
+    launched, launch = [], model.comm_algorithm.launch
 
-    def counted(bucket: Any, gradients: Any) -> None:
-        launched.append(bucket.spec.index)
-        complete_with(bucket, gradients)
+    def counted(bucket: Any, is_last: bool) -> Any:
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() == "CompiledFunctionBackward":
+            launched.append(bucket.spec.index)
+        return launch(bucket, is_last)
 
-    queue.complete_with = counted
+    model.comm_algorithm.launch = counted
     return launched
 
 

@@ -290,11 +290,11 @@ def writes_of_grad(tree: ast.Module) -> int:
     return sum(isinstance(t, ast.Attribute) and t.attr == "grad" for target in targets for t in ast.walk(target))
 
 
-def test_the_bucket_alone_writes_gradients() -> None:
+def test_gradient_stores_alone_write_gradients() -> None:
     writers = {module for module in below("ddp_compile.runtime") if writes_of_grad(TREES[module])}
     # The other one makes a gradient of its own, whose references it counts.
     sharded = {f"ddp_compile.runtime.sharded.{name}" for name in ("bucket", "gradients", "optimizer")}
-    assert writers == {"ddp_compile.runtime.buckets.bucket", "ddp_compile.runtime.buckets.gradient_views", *sharded}
+    assert writers == {"ddp_compile.runtime.buckets.gradients", "ddp_compile.runtime.buckets.gradient_views", *sharded}
     assert writes_of_grad(ast.parse("a.grad, b = c\nd.grad += e\ndel f.grad\ng = h.grad")) == 3
 
 

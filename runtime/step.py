@@ -1,0 +1,445 @@
+"""A training step, verb by verb: a forward begins, gradients arrive, buckets are launched, the backward ends.
+
+docs/reducer.md shows how a gradient passes through it.
+
+Note [Correctness belongs to the reducer]
+The reducer counts arrivals and trusts no graph split. Whatever is compiled, broken, eager or skipped, a bucket is
+launched when all its gradients are there, and all ranks launch their buckets in plan order. Splits only decide how
+early that is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile import torch_internals
+from ddp_compile.config import ReplicateConfig
+from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError
+from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.runtime.arrivals.accumulators import Accumulators
+from ddp_compile.runtime.arrivals.backwards_alone import BackwardsAlone
+from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
+from ddp_compile.runtime.arrivals.policies import policy_for
+from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
+from ddp_compile.runtime.buckets.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+from ddp_compile.runtime.comm import error_messages, streams
+from ddp_compile.runtime.comm.exchange import Exchange
+from ddp_compile.runtime.desync.local_steps import LocalSteps
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
+from ddp_compile.runtime.early_launch import EarlyLaunch
+from ddp_compile.runtime.iteration_flags import IterationFlags
+from ddp_compile.runtime.launch_queue import LaunchQueue
+from ddp_compile.runtime.lifecycle import Event, Lifecycle, State, nothing_to_finalize
+
+
+class Step:
+    """The steps of one module. `Reducer` adds what other code asks or sets between them.
+
+    Args:
+        parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
+        builder: The module's plan; sealed at the first synchronized backward, before anything is launched.
+        has_launches: Returns whether a graph was compiled whose backward hands buckets over. None on every rank if none
+            ever will be.
+        on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
+        on_plan_sealed: Called once, on every rank, with the plan that all ranks have agreed on.
+
+    Source: the life of a backward (prepare, mark ready, launch in order, finalize in an engine callback) is that of
+    ``Reducer`` in torch 2.13, csrc/distributed/c10d/reducer.cpp.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        builder: PlanBuilder,
+        process_group: dist.ProcessGroup,
+        *,
+        config: ReplicateConfig,
+        algorithm: CommAlgorithm,
+        monitor: DesyncMonitor,
+        has_launches: Callable[[], bool] | None,
+        on_reduced: Callable[[], None],
+        on_plan_sealed: Callable[[BucketPlan], None],
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.finalizes_manually = False  #: whether `finalize_manually` must be called after each backward
+        self._monitor = monitor
+        self._on_reduced = on_reduced
+        self._on_plan_sealed = on_plan_sealed
+        self._has_launches = has_launches or (lambda: False)
+        self._lifecycle = Lifecycle()
+        self._set = BucketSet(self.parameters, builder, process_group, config, monitor)
+        accumulators = Accumulators(self.parameters)
+        self._undefined = UndefinedGradients(self._set, accumulators)
+        self._policy = policy_for(config, self._set)
+        self._queue = LaunchQueue(self._set, process_group.size(), monitor, algorithm, self._policy, self._undefined)
+        self._hooks = ParameterHooks(self.parameters, accumulators, self)
+        self._early = EarlyLaunch(
+            self._set, self._queue, self._hooks, accumulators, self._policy, has_launches is not None
+        )
+        self._flags = IterationFlags(self._set, self._queue, self._policy, self._early, monitor)
+        self._queue.on_all_launched = self._flags.all_are_launched
+        self._alone = BackwardsAlone(len(self.parameters))
+        self._local_steps = LocalSteps(self.parameters)
+        self._futures: list[torch.futures.Future[Any]] = []
+        self._is_removed = False
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no iteration is under way, and none was ended by an exception."""
+        return self._lifecycle.phase.state in (State.ARMED, State.LOCAL)
+
+    # A forward begins.
+
+    def prepare_for_backward(self, synchronize: bool) -> None:
+        """Before a forward, set whether a backward that follows it is reduced.
+
+        Args:
+            synchronize: False inside ``no_sync``: gradients accumulate locally.
+
+        Raises:
+            MissingGradientError: The previous backward left parameters without a gradient.
+            ReductionError: The previous backward raised after its reduction had started.
+        """
+        if self._lifecycle.phase.state is State.LAUNCHED:
+            raise error_messages.not_finalized("a forward")
+        self._local_steps.forward_begins()
+        self._monitor.local_steps_are(self._local_steps.num_found)
+        if self._lifecycle.phase.state is State.INCOMPLETE:
+            self._refuse_missing_gradients()
+        if self.is_between_steps:
+            self._watch_hooked_parameters()
+            if synchronize:
+                self._alone.forget()
+        if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
+            # Not waited for: ranks that stopped elsewhere may never join what this rank launched.
+            raise error_messages.out_of_step()
+        records, algorithm = self._queue.records, self._queue.algorithm
+        records.forward_begins()
+        with Exchange(None, self._monitor, records=records):
+            if algorithm.step_watch is not None:
+                algorithm.step_watch.forward_begins(synchronize)
+            algorithm.before_forward(synchronize)
+
+    def forward_raised(self) -> None:
+        """The forward that was announced by `prepare_for_backward` has raised, so it has no backward."""
+        self._lifecycle.forward_raised()
+
+    def search_unused_parameters(self, outputs: Any) -> None:
+        """After a synchronized forward, find the parameters that no backward from its outputs can reach."""
+        self._policy.search(outputs, weakref.WeakMethod(self._outputs_are_reached))
+
+    def await_at_the_end(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """Make the end of the next iteration wait for futures, for example of a buffer comm hook."""
+        done = [future for future in self._futures if future.done()]
+        torch.futures.wait_all(done)  # for their errors, since a forward need not have a backward
+        self._futures = [future for future in self._futures if not future.done()] + list(futures)
+
+    def _refuse_missing_gradients(self) -> None:
+        missing = {self._set.names[index]: self.parameters[index] for index in self._queue.missing}
+        try:
+            self._queue.wait()
+        finally:
+            self._begin_iteration()
+        raise error_messages.missing_gradients(missing, len(self.parameters), self._set.config.static_graph)
+
+    def _watch_hooked_parameters(self) -> None:
+        """Watch for undefined gradients of parameters with users' hooks, which may remove gradients."""
+        for index in self._hooks.with_hooks_of_others():
+            self._undefined.watch(index)
+
+    # A gradient arrives.
+
+    def mark_parameter_ready(self, index: int) -> None:
+        """A parameter's gradient has been accumulated into ``.grad``.
+
+        Raises:
+            GradientArrivalError: It arrived before in the same iteration, was taken for unused, or was removed.
+        """
+        self.hooks_have_run()
+        for again in self._hooks.flush(index):
+            self._arrive(again)
+        self._arrive(index)
+
+    def _arrive(self, index: int) -> None:
+        phase = self._lifecycle.phase
+        if self._early.arrived(index) and phase.state is not State.LAUNCHED:
+            return
+        if self._is_local:
+            self._queue.algorithm.sharding.backward_begins()
+            self._note(index)
+            self._local_steps.gradient_arrives(index)
+        elif not self._set.buckets and not phase.after_forward:
+            self._note(index)
+            self._alone.arrive(index)
+            self._call_back_when_pass_ends(self._end_backward_alone)
+        else:
+            self._enter_backward((index,))
+            self._count(index)
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether a gradient that comes now stays on this rank.
+
+        It may be of a forward inside ``no_sync`` although another backward is expected, if nothing has reached the
+        forward of that one: it comes later, or it has raised in the loss.
+        """
+        lifecycle = self._lifecycle
+        if lifecycle.phase.state is State.LOCAL:
+            return True
+        return lifecycle.had_local_forward and lifecycle.phase.state is State.ARMED and self._monitor.awaits_backward
+
+    def _enter_backward(self, arriving: tuple[int, ...]) -> None:
+        """A backward has brought the gradients of these parameters. The first time, prepare for the rest."""
+        before = self._lifecycle.phase.state
+        if before is not State.REDUCING:
+            self._start_iteration(arriving)
+            self._watch_hooked_parameters()  # again, since there may be new hooks
+            self._queue.leave_out_unused()
+        is_first_of_pass = self._call_back_when_pass_ends(self.finalize_backward)
+        if is_first_of_pass and not self._set.notes_arrivals and not self._policy.counts_each:
+            for bucket in self._queue.not_launched:
+                self._hooks.batch(bucket, arriving)
+        if before is not State.REDUCING:
+            self._queue.do_without(self._policy.absent_from_the_start(arriving))
+
+    def _start_iteration(self, arriving: tuple[int, ...] = ()) -> None:
+        """Enter an iteration, or enter it again, with a first gradient or with zeros in its place."""
+        streams.refuse_capture(self.parameters[0].device, "a backward of a replicated module")
+        self._queue.algorithm.sharding.backward_begins()
+        before = self._lifecycle.phase.state
+        # First, so that any later exception, even Ctrl-C during the agreement, is noticed.
+        if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
+            if before is State.LAUNCHED:
+                raise error_messages.not_finalized(f"a gradient of {self._set.names[arriving[0]]}")
+            raise error_messages.out_of_step()
+        if before is State.ARMED:
+            self._monitor.backward_begins(self._lifecycle.phase.after_forward)
+            self._queue.records.backward_begins()
+        if not self._set.buckets:
+            name, launches = self._queue.algorithm.name, self._early.is_enabled
+            self._on_plan_sealed(self._set.seal(name, launches, self._has_launches()))
+
+    def _note(self, index: int) -> bool:
+        """Record what a parameter holds on arrival; returns whether its gradient is undefined."""
+        is_undefined = self._undefined.arrive(index)
+        if not is_undefined:
+            self._policy.note(index)
+        return is_undefined
+
+    def _count(self, index: int) -> None:
+        """Count a gradient. The last one of a bucket completes the bucket after all other hooks have run."""
+        is_undefined = self._note(index)
+        self._set.note_arrival(index)
+        bucket = self._set.of_parameter[index]
+        bucket.note_stream()
+        if not self._policy.counts(bucket, index, is_undefined):
+            return
+        if index not in bucket.iteration.pending:
+            raise error_messages.arrived_twice(self._set.names[index])
+        if bucket.arrive(index):
+            self._hooks.note_last(index)
+            self._hooks.notify_after_others(index)
+            self._set.iteration.with_running_hooks.append(bucket)
+
+    def hooks_have_run(self) -> None:
+        """All hooks on the parameter that arrived last have run: launch the buckets that it completes, in their turn.
+
+        `LaunchQueue.complete` flattens a bucket, and launches what is ready.
+        """
+        buckets = self._set.iteration.with_running_hooks
+        while buckets:
+            self._queue.complete(buckets.pop(0))
+
+    # A compiled backward has computed a whole bucket. The operators of `ddp_compile.graph_ops` call these.
+
+    def mark_bucket_ready(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Launch a bucket if that is safe. Otherwise its parameters' hooks will.
+
+        AccumulateGrad has not seen the gradients yet, and others may follow: Note [Launched before AccumulateGrad].
+
+        Args:
+            param_indices: The bucket's parameters in its order.
+            gradients: Their gradients, which the backward will return. They are only read.
+        """
+        if self._may_launch_early(tuple(param_indices), moves=False):
+            bucket = self._set.of_param_indices[tuple(param_indices)]
+            self._early.launch(bucket, gradients, moves=False)
+
+    def move_bucket(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`mark_bucket_ready` for a backward that can return other tensors than it has computed.
+
+        Args:
+            param_indices: The bucket's parameters in its order.
+            gradients: Their gradients, not used after this.
+
+        Returns:
+            What the backward returns: views into the flat buffer, or copies if the bucket is not launched now or has
+            not been launched early before.
+        """
+        is_launched = self._may_launch_early(tuple(param_indices), moves=True)
+        if is_launched:
+            bucket = self._set.of_param_indices[tuple(param_indices)]
+            if self._early.can_move(bucket):
+                return self._early.move(bucket, gradients)
+        pairs = zip(param_indices, gradients, strict=True)
+        copies = [torch.empty_like(self.parameters[index]).copy_(gradient) for index, gradient in pairs]
+        if is_launched:
+            self._early.launch(bucket, copies, moves=True)
+        return copies
+
+    def _may_launch_early(self, param_indices: tuple[int, ...], moves: bool) -> bool:
+        """Whether a computed bucket is launched now; then the backward has begun."""
+        phase = self._lifecycle.phase
+        is_alone = not self._set.buckets and not phase.after_forward  # see `BackwardsAlone`
+        if self._is_removed or not self._queue.sends or is_alone or phase.state is State.FAILED or self._is_local:
+            return False
+        self.hooks_have_run()
+        for again in self._hooks.flush(param_indices[0]):
+            self._arrive(again)
+        self.hooks_have_run()
+        if not self._early.is_safe(param_indices, moves):
+            return False
+        self._enter_backward(param_indices)
+        # The bucket may be of another plan, or launched without parameters that no output led to.
+        bucket = self._set.of_param_indices.get(param_indices)
+        return bucket is not None and bucket.is_pending and bucket.may_launch_early
+
+    # The backward ends.
+
+    def finalize_backward(self) -> None:
+        """Wait for every bucket and hand over its gradients. Runs when a backward pass has ended.
+
+        With a reentrant checkpoint, passes end inside the backward, which is over only when every bucket has been
+        launched.
+
+        Raises:
+            ReductionError: A reduction failed or timed out.
+            GradientArrivalError: A bucket was launched too early and cannot be launched again.
+            NonFiniteGradientError: With ``check_finite_gradients``, a gradient of some rank was infinite or NaN.
+        """
+        if self._lifecycle.phase.state is not State.REDUCING:
+            return  # a pass inside this one has seen the last gradient
+        self.hooks_have_run()
+        for again in self._hooks.flush_all():
+            self._arrive(again)
+        self.hooks_have_run()
+        if not self._queue.all_launched:
+            if torch_internals.is_inside_backward() and not self._policy.is_last_pass():
+                return  # later passes queue their own callbacks
+            if not self._queue.complete_missing_as_unused(self._lifecycle.phase.after_forward):
+                # Another backward may bring the rest, but users must not see a gradient that is still being reduced.
+                self._queue.wait()
+                self._monitor.backward_is_incomplete()
+                self._early.expose_partial_means()
+                self._lifecycle.on(Event.LEFT_OUT)
+                return
+        if self.finalizes_manually:
+            self._flags.send()
+            self._lifecycle.on(Event.ALL_LAUNCHED)
+        else:
+            self._finish_iteration()
+
+    def finalize_manually(self) -> None:
+        """Wait for the reductions of the backward that has ended, and hand over the gradients.
+
+        Raises:
+            RuntimeError: No reduction waits for this call.
+            ReductionError, GradientArrivalError: As `finalize_backward`.
+        """
+        state = self._lifecycle.phase.state
+        if state is not State.LAUNCHED:
+            raise nothing_to_finalize(self.finalizes_manually, state)
+        self._lifecycle.on(Event.FINALIZE)  # first, so that any later exception is noticed
+        self._finish_iteration()
+
+    def shadow_backward(self) -> None:
+        """Inside ``Join``, join the other ranks' backward with zeros, after `prepare_for_backward`.
+
+        Raises:
+            ReductionError: A reduction failed or timed out.
+            ReplicationError: With a static graph, this rank does not know which gradients come.
+        """
+        self._policy.refuse_shadow()
+        self._start_iteration()
+        self._queue.launch_shadows()
+        self._finish_iteration()
+
+    def _finish_iteration(self) -> None:
+        """Wait for the buckets, which are all launched, and hand over their gradients."""
+        iteration = self._set.iteration
+        try:
+            self._flags.receive()  # launches those again that were launched too early
+            self._queue.finish(self._policy.used_by_nobody)
+            futures, self._futures = self._futures, []
+            torch.futures.wait_all(futures)
+            if iteration.is_whole:
+                self._queue.after_backward()
+            self._flags.refuse_non_finite()
+        except (GradientArrivalError, NonFiniteGradientError):
+            self._begin_iteration()  # so that training can continue
+            raise
+        records, algorithm = self._queue.records, self._queue.algorithm
+        records.gradients_are_handed_over()
+        if not iteration.is_shadow:
+            with algorithm.using_parameters(trains=False):
+                self._on_reduced()
+        is_of_all = iteration.met_others or self._queue.world_size == 1
+        if is_of_all:
+            assert self._set.plan is not None
+            records.iteration_ends(self._set.plan)
+        self._begin_iteration()
+        if is_of_all:
+            # Not before the next forward, in which a rank may be alone.
+            if not algorithm.traits.keeps_buckets:
+                self._set.rebuild_once()
+        elif not algorithm.traits.in_step:
+            self._set.rebuild_never()
+        records.exchange_if_due()
+
+    def _begin_iteration(self) -> None:
+        self._set.begin_iteration()
+        self._queue.records.iteration_begins(self._set.iteration.number)
+        self._monitor.iteration_ends(self._set.iteration.number)
+        self._hooks.notify_of_each()
+        self._lifecycle.on(Event.ITERATION_ENDS)  # last, so that a cut-short end is not taken for complete
+
+    def _call_back_when_pass_ends(self, callback: Callable[[], None]) -> bool:
+        """Once for each pass, queue a callback for its end; returns whether this is the first call in this pass.
+
+        A backward is one pass, and one more for each reentrant checkpoint.
+        """
+        task, passes = torch_internals.current_graph_task_id(), self._set.iteration.passes
+        if task in passes:
+            return False
+        passes.add(task)
+        torch_internals.queue_backward_callback(callback)
+        return True
+
+    def _outputs_are_reached(self) -> None:
+        """End the first iteration of a static graph with this pass, even if all gradients come in passes inside it."""
+        self._call_back_when_pass_ends(self.finalize_backward)
+
+    def _end_backward_alone(self) -> None:
+        """End a backward that came before any call of the module; see `BackwardsAlone`."""
+        if torch_internals.is_inside_backward():
+            return
+        if self._lifecycle.phase.state is State.LOCAL:  # a hook called the module inside no_sync
+            self._alone.forget()
+        elif arrived := self._alone.backward_ends():
+            self._start_iteration()
+            for index in arrived:
+                self._set.note_arrival(index)
+            for index, bucket in enumerate(self._set.of_parameter):
+                self._policy.counts(bucket, index, is_undefined=self.parameters[index].grad is None)
+            for bucket in self._set.buckets:
+                self._queue.complete(bucket)
+            self.finalize_backward()
