@@ -77,12 +77,15 @@ class FlattenPlan:
         """One view into ``flat`` for each tensor, of the tensor's shape, and of its strides if these leave no gaps."""
         return self._views if self._views is not None else self._make_views()
 
-    def flatten(self, tensors: Sequence[Tensor], scale: float, *, with_stats: bool = False) -> FlattenStats | None:
+    def flatten(
+        self, tensors: Sequence[Tensor], scale: float | Tensor, *, with_stats: bool = False
+    ) -> FlattenStats | None:
         """Write each tensor times ``scale`` to its place. A tensor that is already there is scaled in place.
 
         Args:
             tensors: One for each view, of its shape, on its device, of any floating dtype.
-            scale: Factor for every element.
+            scale: Factor for every element. A float64 tensor of shape () on the device of ``flat`` is read by the
+                kernels, without a wait of the host.
             with_stats: Whether to return `FlattenStats`.
 
         Raises:
@@ -106,7 +109,9 @@ class FlattenPlan:
         """
         return self._move(tuple(tensors), scale, with_stats, to_flat=False)
 
-    def _move(self, tensors: tuple[Tensor, ...], scale: float, with_stats: bool, to_flat: bool) -> FlattenStats | None:
+    def _move(
+        self, tensors: tuple[Tensor, ...], scale: float | Tensor, with_stats: bool, to_flat: bool
+    ) -> FlattenStats | None:
         self._check_flat()
         stats = torch.empty(_STATS_BYTES, dtype=torch.uint8, device=self.flat.device) if with_stats else None
         with self._lock:
@@ -124,7 +129,7 @@ class FlattenPlan:
         return FlattenStats(result.sum_of_squares + of_others[0], result.non_finite | of_others[1])
 
     def _move_others(
-        self, others: Sequence[int], tensors: tuple[Tensor, ...], scale: float, with_stats: bool, to_flat: bool
+        self, others: Sequence[int], tensors: tuple[Tensor, ...], scale: float | Tensor, with_stats: bool, to_flat: bool
     ) -> tuple[Tensor, Tensor] | None:
         for i in others:
             layout.check_tensor(i, tensors[i], self.views[i].shape, self.flat)

@@ -20,6 +20,7 @@ from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.step_records import NO_RECORDS, NoRecords
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
+from ddp_compile.runtime.normalizer import Normalizer
 
 
 class LaunchQueue:
@@ -40,11 +41,13 @@ class LaunchQueue:
         algorithm: CommAlgorithm,
         policy: AllRequired,
         undefined: UndefinedGradients,
+        normalizer: Normalizer,
     ) -> None:
         self._set = bucket_set
         self.algorithm = algorithm
         self._policy = policy
         self._undefined = undefined
+        self._normalizer = normalizer
         #: Called when no bucket of the iteration is left to launch.
         self.on_all_launched: Callable[[], None] = _nothing
         self.records: NoRecords = NO_RECORDS  #: of the model's steps
@@ -64,9 +67,10 @@ class LaunchQueue:
         return self._set.plan
 
     @property
-    def _scale(self) -> float:
+    def _scale(self) -> float | Tensor:
         """Factor of the gradients on their way into the flat buffer."""
-        return 1.0 / self.divisor if self.algorithm.traits.prescale else 1.0
+        num_averaged = 1 if self.algorithm.traits.prescale else self.divisor
+        return self._normalizer.factor(self.divisor, num_averaged, self.records)
 
     @property
     def all_launched(self) -> bool:
@@ -280,6 +284,7 @@ class LaunchQueue:
             undefined = self._set.iteration.undefined - untouched
             for index in undefined:
                 fill_with_zeros(self._set.parameters[index])
+            self._normalizer.normalize_alone(self._set.parameters, self.records)
 
     def after_backward(self) -> None:
         """Every ``.grad`` has its final value: the algorithm may communicate."""

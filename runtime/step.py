@@ -39,6 +39,7 @@ from ddp_compile.runtime.early_launch import EarlyLaunch
 from ddp_compile.runtime.iteration_flags import IterationFlags
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.lifecycle import Event, Lifecycle, State, nothing_to_finalize
+from ddp_compile.runtime.normalizer import Normalizer
 
 
 class Step:
@@ -80,7 +81,10 @@ class Step:
         accumulators = Accumulators(self.parameters)
         self._undefined = UndefinedGradients(self._set, accumulators)
         self._policy = policy_for(config, self._set)
-        self._queue = LaunchQueue(self._set, process_group.size(), monitor, algorithm, self._policy, self._undefined)
+        self.normalizer = Normalizer(process_group, self.parameters[0].device, monitor)
+        self._queue = LaunchQueue(
+            self._set, process_group.size(), monitor, algorithm, self._policy, self._undefined, self.normalizer
+        )
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
         self._early = EarlyLaunch(
             self._set, self._queue, self._hooks, accumulators, self._policy, has_launches is not None
@@ -124,6 +128,7 @@ class Step:
             raise error_messages.out_of_step()
         records, algorithm = self._queue.records, self._queue.algorithm
         records.forward_begins()
+        self.normalizer.forward_begins()
         with Exchange(None, self._monitor, records=records):
             if algorithm.step_watch is not None:
                 algorithm.step_watch.forward_begins(synchronize)
@@ -175,6 +180,7 @@ class Step:
             return
         if self._is_local:
             self._queue.algorithm.sharding.backward_begins()
+            self.normalizer.gradients_arrive(lambda: self._hold_values(without=(index,)))
             self._note(index)
             self._local_steps.gradient_arrives(index)
         elif not self._set.buckets and not phase.after_forward:
@@ -197,11 +203,11 @@ class Step:
             return True
         return lifecycle.had_local_forward and lifecycle.phase.state is State.ARMED and self._monitor.awaits_backward
 
-    def _enter_backward(self, arriving: tuple[int, ...]) -> None:
+    def _enter_backward(self, arriving: tuple[int, ...], is_computed: bool = False) -> None:
         """A backward has brought the gradients of these parameters. The first time, prepare for the rest."""
         before = self._lifecycle.phase.state
         if before is not State.REDUCING:
-            self._start_iteration(arriving)
+            self._start_iteration(arriving, is_computed)
             self._watch_hooked_parameters()  # again, since there may be new hooks
             self._queue.leave_out_unused()
         is_first_of_pass = self._call_back_when_pass_ends(self.finalize_backward)
@@ -211,8 +217,12 @@ class Step:
         if before is not State.REDUCING:
             self._queue.do_without(self._policy.absent_from_the_start(arriving))
 
-    def _start_iteration(self, arriving: tuple[int, ...] = ()) -> None:
-        """Enter an iteration, or enter it again, with a first gradient or with zeros in its place."""
+    def _start_iteration(self, arriving: tuple[int, ...] = (), is_computed: bool = False) -> None:
+        """Enter an iteration, or enter it again, with a first gradient or with zeros in its place.
+
+        Args:
+            is_computed: Whether AccumulateGrad has not seen the arriving gradients.
+        """
         streams.refuse_capture(self.parameters[0].device, "a backward of a replicated module")
         self._queue.algorithm.sharding.backward_begins()
         before = self._lifecycle.phase.state
@@ -224,9 +234,25 @@ class Step:
         if before is State.ARMED:
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
             self._queue.records.backward_begins()
+        if before is State.ARMED:
+            self.normalizer.gradients_arrive(lambda: self._hold_values(without=() if is_computed else arriving))
         if not self._set.buckets:
-            name, launches = self._queue.algorithm.name, self._early.is_enabled
-            self._on_plan_sealed(self._set.seal(name, launches, self._has_launches()))
+            self._seal()
+        self.normalizer.backward_begins(self._set.iteration.is_shadow)
+
+    def _seal(self) -> None:
+        """Agree on all that the ranks have to know before the first launch."""
+        is_counting, is_shadow = self.normalizer.is_counting, self._set.iteration.is_shadow
+        own = (self._early.is_enabled and self._has_launches(), is_counting, not is_counting and not is_shadow)
+        plan, (_, is_any_counting, is_any_not_counting) = self._set.seal(self._queue.algorithm.name, own)
+        self.normalizer.agree(is_any_counting, is_any_not_counting)
+        self._on_plan_sealed(plan)
+
+    def _hold_values(self, without: Sequence[int]) -> bool:
+        """Whether anything but zeros is in the ``.grad`` of other parameters than these, or in shards."""
+        kept = (p.grad for i, p in enumerate(self.parameters) if p.grad is not None and i not in without)
+        values = (torch_internals.sparse_values(grad) if grad.is_sparse else grad for grad in kept)
+        return any(map(Tensor.any, values)) or self._queue.algorithm.sharding.holds_gradients()
 
     def _note(self, index: int) -> bool:
         """Record what a parameter holds on arrival; returns whether its gradient is undefined."""
@@ -308,7 +334,7 @@ class Step:
         self.hooks_have_run()
         if not self._early.is_safe(param_indices, moves):
             return False
-        self._enter_backward(param_indices)
+        self._enter_backward(param_indices, is_computed=True)
         # The bucket may be of another plan, or launched without parameters that no output led to.
         bucket = self._set.of_param_indices.get(param_indices)
         return bucket is not None and bucket.is_pending and bucket.may_launch_early
@@ -369,6 +395,7 @@ class Step:
             ReplicationError: With a static graph, this rank does not know which gradients come.
         """
         self._policy.refuse_shadow()
+        self._set.iteration.is_shadow = True
         self._start_iteration()
         self._queue.launch_shadows()
         self._finish_iteration()
@@ -396,6 +423,7 @@ class Step:
         if is_of_all:
             assert self._set.plan is not None
             records.iteration_ends(self._set.plan)
+        self.normalizer.step_ends()
         self._begin_iteration()
         if is_of_all:
             # Not before the next forward, in which a rank may be alone.

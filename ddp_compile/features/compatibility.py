@@ -49,6 +49,7 @@ class Feature(Enum):
     DELAYED_STEPS = "optimizer steps inside `backward()` over delayed parameters"
     MANUAL_FINALIZATION = "`require_manual_backward_finalization`"
     NO_SYNC = "`no_sync()`"
+    NORMALIZE = "`normalize_by()`"
     JOIN = "`join()`"
     ACCELERATE = "`integrations.accelerate.use()`"
     LIGHTNING = "`integrations.lightning.DDPCompileStrategy()`"
@@ -98,6 +99,11 @@ EXCLUSIONS = (
         "with such an algorithm a training loop learns after the backward whether the reduction has succeeded, and may"
         " step only then",
         "Write the training loop yourself, and step after the backward"),
+    Exclusion(
+        Feature.NORMALIZE, (Feature.AVERAGES, Feature.BEYOND_GROUP),
+        "gradients are divided by a count when they are added up over the ranks of the process group, but here they"
+        " are not, or not over these ranks alone",
+        "Divide the loss by this rank's own count, or pass another algorithm"),
     Exclusion(
         Feature.COMM_HOOK, (Feature.ALGORITHM, Feature.COMM_HOOK),
         "a hook can only replace the default all-reduce",
@@ -160,6 +166,8 @@ def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:
         found[Feature.STEPS_IN_BACKWARD] = "optimizer steps inside backward()"
     if stepped := with_steps(config.delayed.named):
         found[Feature.DELAYED_STEPS] = f"_apply_optimizer_in_backward of {shorten_names(stepped)}"
+    if state.normalizes:
+        found[Feature.NORMALIZE] = "normalize_by()"
     if state.uneven_inputs.config.enable:
         found[Feature.JOIN] = "join()"
     return found | _features_of(algorithm, state.process_group.size())

@@ -16,6 +16,7 @@ from ddp_compile.config import DelayedParameters
 from ddp_compile.errors import ReplicationError, shorten_names, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.exchange import Exchange
+from ddp_compile.runtime.normalizer import Normalizer
 from ddp_compile.validation.description import with_sparse_gradients
 
 
@@ -69,7 +70,8 @@ class DelayedAllReduce:
     checkpoint, which is a backward inside the backward, is too early: later gradients would be left out.
     """
 
-    def __init__(self, parameters: DelayedParameters, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: DelayedParameters, process_group: dist.ProcessGroup, normalizer: Normalizer) -> None:
+        self._normalizer = normalizer
         self._parameters = dict(parameters.named)
         self._process_group = process_group
         self._handle: RemovableHandle | None = None
@@ -107,8 +109,9 @@ class DelayedAllReduce:
             elif parameter.grad.is_sparse:  # of a functional embedding, perhaps on this rank alone
                 parameter.grad = parameter.grad.to_dense()
             alike.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
+        factor = self._normalizer.factor_of_delayed(self._what)
         for gradients in alike.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self._process_group.size())
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(factor)
             with Exchange(lambda error: error_messages.reduction_failed(self._what, error)):
                 dist.all_reduce(flat, group=self._process_group)
             sizes = [gradient.numel() for gradient in gradients]

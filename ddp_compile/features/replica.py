@@ -35,6 +35,7 @@ class Replica(Protocol):
     uneven_inputs: UnevenInputs
     monitor: DesyncMonitor
     measurement: Measurement | None
+    normalizes: bool
 
     @property
     def runs_uncompiled(self) -> bool: ...

@@ -250,6 +250,44 @@ class ReplicatedModule(nn.Module):
         sharding = state_of(self).reducer.algorithm.sharding
         return sharding.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
+    def normalize_by(self, count: float | torch.Tensor, loss: torch.Tensor | None = None) -> None:
+        """Divide the gradients of a step by the sum of all counts, over its micro-batches and over the ranks.
+
+        Call it once before the backward of each micro-batch, whose loss is a *sum*, over tokens for example; inside
+        `no_sync` if the forward is. After the last backward of the step every ``.grad`` is what one process would get
+        from the mean over the whole batch, however the ranks share it. If all counts are zero, so are the gradients.
+        Once called, call it in every step, on every rank::
+
+            loss = cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
+            model.normalize_by((y != -100).sum(), loss=loss)
+            loss.backward()
+
+        Args:
+            count: What the loss is summed over: a number, or a tensor of shape () on the module's device, which the
+                host does not read there.
+            loss: The micro-batch's loss, a tensor of shape (), for `mean_loss`. Pass it always or never.
+
+        Raises:
+            ValueError: The count is negative or infinite, or a tensor has another shape or device.
+            ReplicationError: The algorithm averages parameters, or gradients with other ranks than those of the process
+                group; or the call comes twice for one backward. In the backward: gradients were not zeroed before the
+                step.
+            RanksDifferError: In the backward, on every rank: some rank has not called it, or not for all micro-batches
+                of the step. On a device with streams the gradients are NaN, and the error comes at agreement points.
+        """
+        state_of(self).normalize_by(count, loss)
+
+    @property
+    def mean_loss(self) -> torch.Tensor:
+        """The loss of the last step whose counts are known, a mean over all micro-batches and ranks: float64, shape ().
+
+        NaN if all counts are zero, or if a rank has passed no loss.
+
+        Raises:
+            RuntimeError: This rank has passed no loss to `normalize_by`.
+        """
+        return state_of(self).reducer.normalizer.mean_loss
+
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The mean gradient of each parameter that has one, by name. With a sharded optimizer, call it on every rank.
 

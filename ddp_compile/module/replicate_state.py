@@ -59,6 +59,7 @@ class ReplicateState:
         regions = find_regions(module, config.regions)
         self.process_group, self.config, self.compile_settings = process_group, config, compile_settings
         self.requires_sync = True
+        self.normalizes = False  # whether `normalize_by` has ever been called
         self.measurement: Measurement | None = None  # the last one
         # Whether ``generate`` or a forward with gradients is under way; see `naming_parameters` and
         # `await_before_python`.
@@ -86,7 +87,6 @@ class ReplicateState:
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         step_watch.attach(algorithm, self.reduced)
-        self.delayed = DelayedAllReduce(config.delayed, process_group)
         region_of = region_of_parameters(list(self.reduced), regions)
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
         if saved.plan is not None:
@@ -103,6 +103,7 @@ class ReplicateState:
             on_reduced=self.optimizers.step,
             on_plan_sealed=self._warn_without_overlap,
         )
+        self.delayed = DelayedAllReduce(config.delayed, process_group, self.reducer.normalizer)
         register_receiver(self.backend.reducer_id, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
@@ -193,6 +194,15 @@ class ReplicateState:
         """The settings that are printed with the module."""
         backend = getattr(self.compiler.inner, "compiler_name", self.compiler.inner)
         return f"ddp_compile(split={self.config.split!r}, backend={backend!r}, world_size={self.process_group.size()})"
+
+    def normalize_by(self, count: Any, loss: Any) -> None:
+        """See ``ReplicatedModule.normalize_by``."""
+        if not self.normalizes:
+            self.refuse_if_excluded(Feature.NORMALIZE, "normalize_by()")
+            self.normalizes = True
+        # Ranks without input left join the message in the backward, after what a forward sends.
+        is_last = self.requires_sync and not self.uneven_inputs.config.enable
+        self.reducer.normalizer.add(count, loss, is_last, is_sealed=bool(self.reducer.buckets))
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

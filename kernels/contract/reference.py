@@ -17,12 +17,13 @@ ROW_ALIGNMENT = 16
 _LEVELS = 255.0
 
 
-def scale_into(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float) -> None:
+def scale_into(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float | Tensor) -> None:
     """Write ``sources[i] * scale`` to ``destinations[i]``, with a cast; in place if both are the same memory."""
     with torch.no_grad():
         for source, destination in zip(sources, destinations, strict=True):
-            if scale != 1.0:
-                if source.dtype != destination.dtype:
+            if isinstance(scale, Tensor) or scale != 1.0:
+                # A tensor would be rounded to half precision first.
+                if source.dtype != destination.dtype or isinstance(scale, Tensor):
                     source = _widened(source)
                 # One pass over memory; a copy and a scaling would take two.
                 torch.mul(source, scale, out=destination)
@@ -30,7 +31,7 @@ def scale_into(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale:
                 destination.copy_(source)
 
 
-def stats_of(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+def stats_of(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float | Tensor) -> tuple[Tensor, Tensor]:
     """The sum of squares, before rounding, of the values that `scale_into` will write, and whether one is not finite.
 
     Returns:

@@ -76,6 +76,7 @@ def _move_arguments(size: int) -> type[ctypes.Structure]:
         _fields_ = (
             ("flat", _ADDRESS),
             ("partials", _ADDRESS),
+            ("scale_at", _ADDRESS),
             ("num_chunks", ctypes.c_uint32),
             ("num_tensors", ctypes.c_uint32),
             ("scale", ctypes.c_float),

@@ -69,12 +69,14 @@ class CudaExecutor(NativeTensorTable):
         self._present = tuple(code for code in found if code != OTHER_CODE)
         return others
 
-    def move(self, flat: Tensor, to_flat: bool, scale: float, stats: Tensor | None) -> None:
+    def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor, stats: Tensor | None) -> None:
         partials = None
         if stats is not None:
             # Only for this call, since one plan may run on several streams.
             num_partials = len(self._present) * sum(self._num_blocks)
             partials = torch.empty(num_partials * _PARTIAL_BYTES, dtype=torch.uint8, device=flat.device)
+        # Kept alive by the caller until the kernels have been queued, and by the stream after that.
+        scale_at = scale.data_ptr() if isinstance(scale, Tensor) else 0
         address = 0 if partials is None else partials.data_ptr()
         # Each launch reads one dtype. Most buckets have only one.
         codes = self._codes if len(self._present) != 1 or OTHER_CODE in self._codes else None
@@ -87,7 +89,8 @@ class CudaExecutor(NativeTensorTable):
                 arguments = pack.structure
                 arguments.flat = flat.data_ptr()
                 arguments.partials = address
-                arguments.scale = scale
+                arguments.scale = 1.0 if isinstance(scale, Tensor) else scale
+                arguments.scale_at = scale_at
                 arguments.to_flat = to_flat
                 self._device.launch(move_kernel(source, destination, pack.size), num_blocks, pack)
                 if partials is not None:

@@ -182,7 +182,7 @@ class Bucket:
             self.iteration.is_claimed = True
             self._buffer.claim(gradients)
 
-    def flatten(self, gradients: Sequence[Tensor], scale: float) -> None:
+    def flatten(self, gradients: Sequence[Tensor], scale: float | Tensor) -> None:
         """Write the gradients, times ``scale``, to the flat buffer; the bucket is ready then.
 
         A gradient that is already there, accumulated over several backwards, is scaled in place.

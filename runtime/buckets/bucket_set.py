@@ -67,13 +67,16 @@ class BucketSet:
         for bucket in self.buckets:
             bucket.begin_iteration()
 
-    def seal(self, algorithm: str, may_launch_early: bool, has_launches: bool) -> BucketPlan:
+    def seal(self, algorithm: str, flags: Sequence[bool]) -> tuple[BucketPlan, list[bool]]:
         """Agree on the plan with the other ranks before anything is launched.
 
         Args:
             algorithm: The name of the algorithm.
-            may_launch_early: Whether compiled backwards may hand buckets over; the same on every rank.
-            has_launches: Whether this rank has compiled such a backward; then all ranks let all buckets launch early.
+            flags: What else this rank says, as many on every rank. The first one is whether it has compiled a backward
+                that hands buckets over; then all ranks let all buckets launch early.
+
+        Returns:
+            The plan, and for each flag whether any rank has set it.
 
         Raises:
             RanksDifferError: The ranks have different algorithms.
@@ -86,12 +89,12 @@ class BucketSet:
         with Exchange(partial(_no_plan, f"before {first} could be launched"), self._monitor):
             verify_algorithms_agree(algorithm, self.process_group, device, self._monitor.model)
             plan = agree_on_plan(proposed, self.process_group, device)
-            launch_early = may_launch_early and any_rank(has_launches, self.process_group, device)
+            of_any = any_rank(flags, self.process_group, device)
         self._install(plan)
         for bucket in self.buckets:
-            bucket.let_launch_early(launch_early)
+            bucket.let_launch_early(of_any[0])
         log.info("%s: plan %s sealed, %s", this_rank(), plan.digest, number_of(len(plan.buckets), "bucket"))
-        return plan
+        return plan, of_any
 
     @property
     def notes_arrivals(self) -> bool:

@@ -80,7 +80,7 @@ class FlatBuffer:
         if self._views is not None:
             self._views.follow()
 
-    def flatten(self, gradients: Sequence[Tensor], scale: float, checks_finite: bool = False) -> Tensor | None:
+    def flatten(self, gradients: Sequence[Tensor], scale: float | Tensor, checks_finite: bool = False) -> Tensor | None:
         """Write each gradient times ``scale`` to its place. A gradient that is already there is scaled in place.
 
         Args:
@@ -196,7 +196,9 @@ class RealParts:
         self._plan = FlattenPlan.for_bucket(_real_parts(tensors), parts, [2 * offset for offset in offsets])
         self.views = tuple(torch.view_as_complex(view) for view in self._plan.views)
 
-    def flatten(self, tensors: Sequence[Tensor], scale: float, *, with_stats: bool = False) -> FlattenStats | None:
+    def flatten(
+        self, tensors: Sequence[Tensor], scale: float | Tensor, *, with_stats: bool = False
+    ) -> FlattenStats | None:
         return self._plan.flatten(_real_parts(tensors), scale, with_stats=with_stats)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> None:

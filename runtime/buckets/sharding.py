@@ -44,6 +44,10 @@ class Sharding:
         for bucket in launched:
             bucket.gradient_store.hand_over(bucket, untouched)
 
+    def holds_gradients(self) -> bool:
+        """Whether shards on this rank hold gradients other than zeros, while no ``.grad`` is hidden."""
+        return False
+
     def await_parameters(self, indices: Sequence[int] | None = None) -> None:
         """Return when parameters, which are about to be read, are complete.
 

@@ -157,13 +157,13 @@ def _broadcast_bytes(payload: bytes, process_group: dist.ProcessGroup, device: t
     return _to_bytes(message)
 
 
-def any_rank(flag: bool, process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the flag is set on any rank."""
+def any_rank(flags: Sequence[bool], process_group: dist.ProcessGroup, device: torch.device) -> list[bool]:
+    """For each flag whether it is set on any rank."""
     if process_group.size() == 1:
-        return flag
-    message = torch.tensor([flag], dtype=torch.uint8, device=device)
+        return list(flags)
+    message = _to_tensor(bytes(flags), device)
     dist.all_reduce(message, dist.ReduceOp.MAX, group=process_group)
-    return bool(message.item())
+    return list(map(bool, _to_bytes(message)))
 
 
 def ranks_unlike_rank_0(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> list[int]:

@@ -56,6 +56,14 @@ def algorithms_differ(described: str) -> RanksDifferError:
     )
 
 
+def counts_differ(described: str) -> RanksDifferError:
+    return RanksDifferError(
+        f"{this_rank()}: the ranks do not divide by the same counts. In this step model.normalize_by() was"
+        f" {described}. Call it on every rank before the backward of every micro-batch of a step, with 0"
+        " where there is nothing to count, or in no micro-batch of any rank"
+    )
+
+
 def measurements_differ(described: str) -> RanksDifferError:
     return RanksDifferError(
         f"{this_rank()}: not every rank measures: {described}. Call model.measure() with the same arguments on every"

@@ -111,6 +111,16 @@ class DesyncMonitor(AgreementPoints):
         if described is not None:
             self._raise(error_messages.algorithms_differ(described))
 
+    def agree_on_normalizing(self) -> None:
+        """Wait until every rank has called ``normalize_by``, after iterations without it.
+
+        Raises:
+            RanksDifferError: A rank has not, within the process group's timeout.
+        """
+        described = self._meet("normalizer", "in its first normalize_by()", "called", "not called")
+        if described is not None:
+            self._raise(error_messages.counts_differ(described))
+
     def agree_on_measurement(self, call: str, begins: str = "") -> None:
         """Wait until every rank has made the same call of a measurement between the same two steps.
 

@@ -146,6 +146,11 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             cut = self._cuts[bucket.param_indices] = self._transfers.cut(bucket.spec)
         return self._transfers.reduce_scatter(bucket.flat, cut)
 
+    def holds_gradients(self) -> bool:
+        """See `Sharding.holds_gradients`."""
+        pieces = self._gradients.pieces.values() if self._gradients.reduced else ()
+        return any(piece.gradient is not None and bool(piece.gradient.any()) for piece in pieces)
+
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
         """Add to ``.grad`` of each piece its part of the mean, and hide the gradients of the parameters."""
         if not self.buckets:

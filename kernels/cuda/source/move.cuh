@@ -17,6 +17,7 @@ struct Stats {
 struct Move {
   u8* flat;
   Stats* partials;  // one for each block; null without statistics
+  const double* scale_at;  // where the scale is; null if it is `scale`
   u32 num_chunks;
   u32 num_tensors;
   float scale;
@@ -125,7 +126,8 @@ DDP_COMPILE_INLINE void move_run(const u8* from, u8* to, int count, const Move& 
 
 template <class Source, class Destination, int kTensors>
 DDP_COMPILE_INLINE void move_chunks(const MoveArguments<kTensors>& arguments) {
-  const Move& move = arguments.move;
+  Move move = arguments.move;
+  if (move.scale_at != nullptr) move.scale = float(*move.scale_at);
   Sums sums = {0, 0};
   for (u32 chunk = blockIdx.x; chunk < move.num_chunks; chunk += gridDim.x) {
     // The first tensor that ends after the chunk.

@@ -1,0 +1,328 @@
+"""``model.normalize_by``: gradients of summed losses, divided by the counts of all micro-batches and ranks.
+
+The oracle is one process that has all micro-batches of a step at once. `train` steps both and compares the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import on_ranks
+from torch import Tensor, nn
+
+from ddp_compile import RanksDifferError, ReplicationError, comm_hooks, ddp_compile, shard_optimizer
+from ddp_compile.algorithms import ByteGrad, GradientAllReduce, LocalSGD
+
+WIDTH, LR, STEPS = 9, 0.05, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.unused = nn.Linear(2, 2)
+        self.requires_grad_(True).to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x.square()
+
+
+def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens, shape (3, 5), and which of them count: fewer on later ranks, none on rank 1 in step 2."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    tokens = torch.randint(11, (3, 5), generator=generator)
+    mask = torch.rand(3, 5, generator=generator) < 0.9 / (rank + micro + 1)
+    return tokens, mask & (step != 2 or rank != 1)
+
+
+def summed(outputs: Tensor, mask: Tensor) -> Tensor:
+    return (outputs.sum(-1) * mask).sum()
+
+
+class Way(NamedTuple):
+    settings: Mapping[str, Any] = MappingProxyType({})
+    num_micro: int = 1
+    then: Callable[[Any], object] = lambda model: None
+    sharded: bool = False
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-12
+
+
+WAYS = {
+    "default": Way(),
+    "forward": Way({"split": "forward"}),
+    "backward": Way({"split": "backward"}),
+    "regions": Way({"regions": [Block]}),
+    "inductor": Way({"backend": "inductor"}),
+    "accumulation": Way(num_micro=3),
+    "backward, accumulation": Way({"split": "backward"}, num_micro=2),
+    "static_graph": Way({"split": "backward", "static_graph": True}),
+    "copies": Way({"gradient_as_bucket_view": False}),
+    "manual finalization": Way(then=lambda model: setattr(model, "require_manual_backward_finalization", True)),
+    "comm hook": Way(then=lambda model: model.register_comm_hook(None, comm_hooks.allreduce_hook)),
+    "hierarchical": Way({"algorithm": GradientAllReduce(hierarchical=True)}),
+    "float16 wire": Way({"algorithm": GradientAllReduce(wire_dtype=torch.float16)}, tolerance=1e-3),
+    "byte_grad": Way({"algorithm": ByteGrad()}, dtype=torch.float32, tolerance=1e-2),
+    "sharded": Way(num_micro=2, sharded=True),
+}
+
+
+class Trained(NamedTuple):
+    worst: float  #: largest difference of a parameter from one process's
+    losses: list[tuple[float, float]]  #: mean of each step, by `mean_loss` and by one process
+
+
+def train(way: Way, steps: int = STEPS) -> Trained:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net = Net(way.dtype)
+    plain = copy.deepcopy(net)
+    settings = {"backend": "aot_eager", "bucket_cap_mb": 5e-4, "find_unused_parameters": True, **way.settings}
+    if settings.get("static_graph"):
+        settings.pop("find_unused_parameters")
+    model: Any = ddp_compile(net, **settings)
+    way.then(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    if way.sharded:
+        shard_optimizer(optimizer, model)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+    losses = []
+    for step in range(steps):
+        for micro in range(way.num_micro):
+            is_last = micro == way.num_micro - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                tokens, mask = batch(step, micro, rank)
+                loss = summed(model(tokens), mask)
+                count = mask.sum()
+                model.normalize_by(count if step % 2 else int(count), loss=loss)
+                loss.backward()
+        if model.require_manual_backward_finalization:
+            model.finalize_backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        everything = [batch(step, micro, r) for micro in range(way.num_micro) for r in range(world)]
+        total = sum(int(mask.sum()) for _, mask in everything)
+        expected = sum(summed(plain(tokens), mask) for tokens, mask in everything) / total
+        expected.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        losses.append((float(model.mean_loss), float(expected)))
+    parameters = dict(model.named_parameters())
+    worst = max(float((parameters[name] - p).abs().max()) for name, p in plain.named_parameters())
+    return Trained(worst, losses)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@on_ranks(2)
+def test_equals_one_process(name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(dist.get_rank()))  # one node
+        found = train(WAYS[name])
+    assert found.worst < WAYS[name].tolerance
+    for ours, expected in found.losses:
+        assert ours == pytest.approx(expected, rel=100 * WAYS[name].tolerance)
+
+
+@pytest.mark.parametrize("name", ["backward, accumulation", "sharded"])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@on_ranks()
+def test_other_numbers_of_ranks(world_size: int, name: str) -> None:
+    assert train(WAYS[name]).worst < 1e-12
+
+
+def model_and_loss(step: int = 0, **settings: Any) -> tuple[Any, Callable[[], Tensor], Tensor]:
+    """A model, its summed loss, and the count."""
+    model: Any = ddp_compile(Net(), backend="aot_eager", find_unused_parameters=True, **settings)
+    tokens, mask = batch(step, 0, dist.get_rank())
+    return model, lambda: summed(model(tokens), mask), mask.sum()
+
+
+@on_ranks(2)
+def test_first_call_in_a_later_step() -> None:
+    model, loss, count = model_and_loss()
+    (loss() / count).backward()
+    model.zero_grad()
+    model.normalize_by(count)
+    loss().backward()
+    normalized = model.table.weight.grad.clone()
+    model.zero_grad()
+    totals = count.clone()
+    dist.all_reduce(totals)
+    (loss() * dist.get_world_size() / totals).backward()  # called in no micro-batch of any rank: the mean over ranks
+    torch.testing.assert_close(normalized, model.table.weight.grad, rtol=1e-12, atol=0)
+
+
+@on_ranks(2)
+def test_fewer_batches_in_join() -> None:
+    model, _, _ = model_and_loss(broadcast_buffers=False)
+    plain = Net()
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=LR) for each in (model, plain))
+    num_steps = (4, 2)
+    with model.join():
+        for step in range(num_steps[dist.get_rank()]):
+            tokens, mask = batch(step, 0, dist.get_rank())
+            model.normalize_by(int(mask.sum()))
+            summed(model(tokens), mask).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for step in range(max(num_steps)):
+        everything = [batch(step, 0, rank) for rank, steps in enumerate(num_steps) if step < steps]
+        total = sum(int(mask.sum()) for _, mask in everything)
+        sum((summed(plain(tokens), mask) for tokens, mask in everything), torch.zeros(())).div(total).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_delayed_gradients() -> None:
+    net = Net()
+    delayed = [("table.weight", net.table.weight)]
+    model, loss, count = model_and_loss()
+    model.normalize_by(count)
+    loss().backward()
+    late: Any = ddp_compile(
+        net,
+        backend="aot_eager",
+        find_unused_parameters=True,
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=net.table.weight,
+    )
+    tokens, mask = batch(0, 0, dist.get_rank())
+    late.normalize_by(count)
+    summed(late(tokens), mask).backward()
+    torch.testing.assert_close(late.table.weight.grad, model.table.weight.grad, rtol=1e-12, atol=0)
+    late.zero_grad()
+    with pytest.raises(ReplicationError, match=r"delayed gradients of table.weight .*no_sync"), late.no_sync():
+        late.normalize_by(count)
+        summed(late(tokens), mask).backward()
+
+
+@on_ranks(2)
+def test_nothing_counted_gives_zeros() -> None:
+    model, loss, _ = model_and_loss()
+    model.normalize_by(0, loss=(value := loss()))
+    value.backward()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    assert math.isnan(model.mean_loss)
+
+
+def uncounted_rank(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
+    if dist.get_rank() == 0:
+        model.normalize_by(count)
+    loss().backward()
+
+
+def uncounted_rank_later(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
+    model.normalize_by(count)
+    loss().backward()
+    model.zero_grad()
+    uncounted_rank(model, loss, count)
+
+
+def uncounted_first_batch(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
+    with model.no_sync():
+        if dist.get_rank() == 0:
+            model.normalize_by(count)
+        loss().backward()
+    model.normalize_by(count)
+    loss().backward()
+
+
+def uncounted_last_batch(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
+    with model.no_sync():
+        model.normalize_by(count)
+        loss().backward()
+    if dist.get_rank() == 0:
+        model.normalize_by(count)
+    loss().backward()
+
+
+@pytest.mark.parametrize("program", [uncounted_rank, uncounted_rank_later, uncounted_first_batch, uncounted_last_batch])
+@on_ranks(2)
+def test_ranks_that_count_differently(program: Callable[..., None]) -> None:
+    with pytest.raises(RanksDifferError, match=r"do not divide by the same counts.* on rank [01].*Call it on every"):
+        program(*model_and_loss())
+
+
+@on_ranks(2, timeout_s=3.0)
+def test_first_call_on_one_rank() -> None:
+    model, loss, count = model_and_loss()
+    loss().backward()
+    model.zero_grad()
+    if dist.get_rank() == 0:
+        with pytest.raises(RanksDifferError, match="not called on rank 1"):
+            model.normalize_by(count)
+
+
+def not_zeroed(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
+    for _ in range(2):
+        model.normalize_by(count)
+        loss().backward()
+
+
+def twice(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
+    model.normalize_by(count)
+    model.normalize_by(count)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (not_zeroed, "were not zeroed.*optimizer.zero_grad"),
+        (twice, "called twice for one backward"),
+    ],
+)
+@on_ranks(2)
+def test_refused_programs(program: Callable[..., None], message: str) -> None:
+    with pytest.raises(ReplicationError, match=message):
+        program(*model_and_loss())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"count": -1}, r"normalize_by\(-1\): pass the number"),
+        ({"count": math.inf}, r"normalize_by\(inf\)"),
+        ({"count": "7"}, "'7'"),
+        ({"count": torch.tensor(-1)}, r"normalize_by\(-1\)"),
+        ({"count": torch.ones(1)}, r"tensor of shape \(1,\) on cpu; pass a number, or a tensor of shape \(\)"),
+        ({"count": torch.ones((), device="meta")}, "on meta"),
+        ({"count": 1, "loss": torch.ones(2)}, "summed loss, a tensor of shape"),
+    ],
+)
+@on_ranks(2)
+def test_bad_counts(arguments: dict[str, Any], message: str) -> None:
+    model, loss, count = model_and_loss()
+    with pytest.raises(ValueError, match=message):
+        model.normalize_by(**arguments)
+    model.normalize_by(count)  # nothing has been sent
+    loss().backward()
+
+
+@on_ranks(2)
+def test_averages_of_parameters_are_refused() -> None:
+    model, _, count = model_and_loss(algorithm=LocalSGD(period=2))
+    with pytest.raises(ReplicationError, match=r"normalize_by\(\) cannot be used with the .*local"):
+        model.normalize_by(count)
