@@ -22,7 +22,7 @@ def check_moves(
     tensors: Sequence[Tensor],
     flat: Tensor,
     offsets: list[int] | None = None,
-    scale: float = 1 / 3,
+    scale: float | Tensor = 1 / 3,
     with_stats: bool = True,
     device: KernelDevice | None = None,
     given: Sequence[Tensor] | None = None,
@@ -37,7 +37,7 @@ def check_moves(
             assert list(plan._executor.read(tensors, own, written=False)) == []
         back = [_copied(tensor) for tensor in given or tensors]
         stats = [plan.flatten(given or tensors, scale, with_stats=with_stats)]
-        stats += [plan.unflatten(back, scale, with_stats=with_stats)]
+        stats += [plan.unflatten(back, float(scale), with_stats=with_stats)]
         found.append(([own, *back], stats))
     (expected, of_reference), (ours, of_ours) = found
     for a, b in zip(ours, expected, strict=True):

@@ -87,7 +87,8 @@ def test_more_chunks_than_blocks(device: EmulatedDevice) -> None:
 def test_mixed_dtypes(device: EmulatedDevice, dtypes: list[torch.dtype]) -> None:
     tensors = [values_of(50 + i, dtypes[i % len(dtypes)], i) for i in range(10)]
     flat = torch.full((sum(tensor.numel() for tensor in tensors),), POISON, dtype=torch.bfloat16)
-    check_moves(tensors, flat, device=device)
+    for scale in (1 / 3, torch.tensor(1 / 3, dtype=torch.float64)):
+        check_moves(tensors, flat, scale=scale, device=device)
     kernels = [launch.kernel for launch in device.driver.launches[: len(dtypes)]]
     assert kernels == [f"move_{name}_BFloat16_32" for name in ("Float32", "BFloat16", "Float16")[: len(dtypes)]]
 

@@ -77,7 +77,8 @@ def check_alignments(device: KernelDevice, dtype: torch.dtype, flat_dtype: torch
     tensors, offsets, flat_numel = kernel_values.every_alignment(numels, dtype)
     flat = torch.full((flat_numel,), POISON, dtype=flat_dtype)
     step = 7 if pack_size == 32 else 1
-    check_moves(tensors[::step], flat, offsets[::step], device=device)
+    scale = torch.tensor(1 / 3, dtype=torch.float64) if pack_size == 168 else 1 / 3
+    check_moves(tensors[::step], flat, offsets[::step], scale, device=device)
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,14 @@ def num_elements(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def packed_double(tensors: list[Tensor], scale: float) -> Tensor:
+def packed_double(tensors: list[Tensor], scale: float | Tensor) -> Tensor:
     return torch.cat([tensor.double().reshape(-1) for tensor in tensors]) * scale
 
 
-@pytest.mark.parametrize("scale", [1.0, 1 / 3, -2.0])
+@pytest.mark.parametrize("scale", [1.0, -2.0, torch.tensor(1 / 3, dtype=torch.float64)])
 @pytest.mark.parametrize("flat_dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_flatten_and_unflatten(dtype: torch.dtype, flat_dtype: torch.dtype, scale: float) -> None:
+def test_flatten_and_unflatten(dtype: torch.dtype, flat_dtype: torch.dtype, scale: float | Tensor) -> None:
     tensors = [*random_tensors(dtype), torch.randn(9001).to(dtype), torch.randn(3, 4).to(dtype)[:, :2]]
     flat = torch.full((num_elements(tensors),), float("nan"), dtype=flat_dtype)
     plan = FlattenPlan.for_bucket(tensors, flat)
