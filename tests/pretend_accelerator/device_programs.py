@@ -111,6 +111,30 @@ def train(
     return values(model)
 
 
+def normalized(where: Where, is_sharded: bool = False, **settings: Any) -> Parameters:
+    """Micro-batches of fewer rows on rank 1. One process divides by the number of all rows."""
+    model = where.replicate(seeded(blocks, where), **settings)
+    stepped: Any = sgd(model.parameters())
+    if is_sharded and not where.is_alone:
+        stepped = shard_optimizer(stepped, model)
+    num_micro = 2
+    for step in range(NUM_STEPS):
+        stepped.zero_grad()
+        for i in range(num_micro):
+            batches = where.batches(10 * step + i)
+            first_rank = 0 if where.is_alone else dist.get_rank()
+            used = [x[: max(1, len(x) - first_rank - at)] for at, x in enumerate(batches)]
+            with nullcontext() if where.is_alone or i == num_micro - 1 else model.no_sync():
+                loss = torch.stack([model(x).square().sum() for x in used]).sum()
+                if where.is_alone:
+                    (loss / (num_micro * sum(map(len, used)))).backward()
+                else:
+                    model.normalize_by(torch.full((), len(used[0]), device=where.device), loss=loss)
+                    loss.backward()
+        stepped.step()
+    return values(model)
+
+
 def with_hook(where: Where, hook: Any, state: Callable[[], Any] = lambda: dist.group.WORLD) -> Parameters:
     return train(where, prepare=lambda model: model.register_comm_hook(state(), hook))
 
@@ -329,6 +353,8 @@ PROGRAMS = {
     "accumulation": averaging(num_local=2),
     "finite check": averaging(check_finite_gradients=True),
     "clipped": Program(clipped),
+    "normalized": Program(partial(normalized, **BACKWARD)),
+    "normalized, sharded": Program(partial(normalized, is_sharded=True)),
     "grad scaler": Program(with_grad_scaler, tolerance=1e-3),
     "allreduce hook": Program(partial(with_hook, hook=comm_hooks.allreduce_hook)),
     "fp16 hook": as_on_cpu(partial(with_hook, hook=default_hooks.fp16_compress_hook), 1e-5),

@@ -19,6 +19,7 @@ HARDEST = "side stream, device not set"
 IN_CI = [
     "forward split",
     "regions",
+    "normalized",
     "grad scaler",
     "DiLoCo",
     "asynchronous average",
