@@ -114,6 +114,7 @@ WAYS = (
     Feature.DEVICE_MESH,
     Feature.DELAYED,
     Feature.NO_SYNC,
+    Feature.NORMALIZE,
     Feature.JOIN,
 )
 #: Tried where those libraries are, tests/integrations.
@@ -186,6 +187,7 @@ def train(features: tuple[Feature, ...], backend: str) -> float:
     torch.manual_seed(0)
     alone.load_state_dict(Net(has_buffer=False).state_dict())
     num_backwards = 2 if Feature.NO_SYNC in features else 1
+    normalizes = Feature.NORMALIZE in features
     contexts = [model.join() for feature in features if feature is Feature.JOIN]
     with contextlib.ExitStack() as joined:
         for context in contexts:
@@ -195,8 +197,11 @@ def train(features: tuple[Feature, ...], backend: str) -> float:
             for number in range(num_backwards):
                 x = torch.randn(2 * ROWS, WIDTH)
                 with model.no_sync() if number < num_backwards - 1 else contextlib.nullcontext():
-                    model(x[own]).square().mean().backward()
-                alone(x).square().mean().backward()
+                    squares = model(x[own]).square()
+                    if normalizes:
+                        model.normalize_by(squares.numel())
+                    (squares.sum() if normalizes else squares.mean()).backward()
+                (alone(x).square().mean() / (num_backwards if normalizes else 1)).backward()
             if Feature.MANUAL_FINALIZATION in features:
                 model.finalize_backward()
             optimizer.step()
