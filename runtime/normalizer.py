@@ -57,6 +57,7 @@ class Normalizer:
         self._warned_of_zero = False
         self._totals: Tensor | None = None  # the latest message, once it has been received
         self._latest_factor: float | Tensor | None = None  # of the last step, if its iterations have the message
+        self._was_counting = False  # in the last step
         self._had_losses = False  # whether this rank put losses into it
         self._begin_step()
 
@@ -65,10 +66,12 @@ class Normalizer:
         self._losses: list[Tensor] = []
         self._is_wrong = False  # some micro-batch was not counted
         self._is_counted = self._has_gradients = False  # of this micro-batch
+        self._is_first = True  # whether no backward of the step has come
         self._message: Tensor | None = None  # sent
         self._work: dist.Work | None = None
         self._factor: float | Tensor | None = None
-        self._factor_is_ready: streams.Event | None = None
+        self._at = streams.record(self._device)  # when the message was made or, without a work, has come
+        self._factor_is_ready = self._at
 
     # The user counts.
 
@@ -161,6 +164,13 @@ class Normalizer:
         """A forward with gradients begins."""
         self._next_micro_batch()
 
+    def forward_raised(self) -> None:
+        """A forward whose backward was to be reduced has raised: if it has been counted, forget that."""
+        if self._is_counted:
+            self._counts.pop()
+            self._losses = self._losses[: len(self._counts)]
+            self._is_counted, self._message, self._work = False, None, None
+
     def gradients_arrive(self, holds_values: Callable[[], bool]) -> None:
         """A backward brings gradients. Called for each gradient of a backward inside ``no_sync``.
 
@@ -174,7 +184,7 @@ class Normalizer:
             return
         self._has_gradients = True
         self._is_wrong |= not self._is_counted
-        is_first = len(self._counts) == 1 and self._is_counted and not self._is_wrong
+        is_first, self._is_first = self._is_first and (self.is_counting or self._was_counting), False
         if is_first and (not self._has_streams or self._is_agreement_point) and holds_values():
             raise ReplicationError(
                 f"{this_rank()}: gradients of an earlier step, or of a backward that no count belongs to, were not"
@@ -207,7 +217,7 @@ class Normalizer:
             self._receive(records)
             self._factor = self._computed_factor(divisor)
             self._factor_is_ready = streams.record(self._device)
-        elif self._factor_is_ready is not None and isinstance(self._factor, Tensor):
+        elif isinstance(self._factor, Tensor):
             self._factor_is_ready.wait()
             streams.used_here([self._factor])
         return self._factor * num_averaged
@@ -241,7 +251,7 @@ class Normalizer:
 
     def step_ends(self) -> None:
         """The iteration has ended; what follows is the next step."""
-        self._latest_factor = self._factor
+        self._latest_factor, self._was_counting = self._factor, self.is_counting
         self._begin_step()
 
     # The message.
@@ -268,7 +278,7 @@ class Normalizer:
             message[_NUM_WRONG] += ~(message[_COUNT] >= 0)  # NaN too
         else:
             message = torch.tensor([float(part) for part in parts], dtype=torch.float64, device=self._device)
-        self._message = message
+        self._message, self._at = message, streams.record(self._device)
         if self._group.size() > 1:
             with self._exchange(NoRecords()):
                 self._work = all_reduce(message, self._group)
@@ -279,13 +289,15 @@ class Normalizer:
         return torch.full((), part, dtype=torch.float64, device=self._device)
 
     def _receive(self, records: NoRecords) -> None:
-        if self._totals is self._message:
-            return
-        if self._work is not None:
+        assert self._message is not None
+        if self._work is None:
+            self._at.wait()
+        else:
             with self._exchange(records):
                 self._work.wait()
-            self._work = None
+            self._work, self._at = None, streams.record(self._device)
         self._totals, self._had_losses = self._message, bool(self._losses)
+        streams.used_here([self._totals])
 
     def _exchange(self, records: NoRecords) -> Exchange:
         failed: Any = partial(error_messages.reduction_failed, "the counts of model.normalize_by()")

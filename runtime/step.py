@@ -137,6 +137,7 @@ class Step:
     def forward_raised(self) -> None:
         """The forward that was announced by `prepare_for_backward` has raised, so it has no backward."""
         self._lifecycle.forward_raised()
+        self.normalizer.forward_raised()
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronized forward, find the parameters that no backward from its outputs can reach."""
@@ -423,7 +424,6 @@ class Step:
         if is_of_all:
             assert self._set.plan is not None
             records.iteration_ends(self._set.plan)
-        self.normalizer.step_ends()
         self._begin_iteration()
         if is_of_all:
             # Not before the next forward, in which a rank may be alone.
@@ -434,6 +434,7 @@ class Step:
         records.exchange_if_due()
 
     def _begin_iteration(self) -> None:
+        self.normalizer.step_ends()
         self._set.begin_iteration()
         self._queue.records.iteration_begins(self._set.iteration.number)
         self._monitor.iteration_ends(self._set.iteration.number)

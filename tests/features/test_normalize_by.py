@@ -282,6 +282,12 @@ def not_zeroed(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
         loss().backward()
 
 
+def not_counted_the_second_time(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
+    model.normalize_by(count)
+    loss().backward()
+    loss().backward()
+
+
 def twice(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
     model.normalize_by(count)
     model.normalize_by(count)
@@ -291,6 +297,7 @@ def twice(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
     ("program", "message"),
     [
         (not_zeroed, "were not zeroed.*optimizer.zero_grad"),
+        (not_counted_the_second_time, "were not zeroed.*optimizer.zero_grad"),
         (twice, "called twice for one backward"),
     ],
 )
@@ -298,6 +305,23 @@ def twice(model: Any, loss: Callable[[], Tensor], count: Tensor) -> None:
 def test_refused_programs(program: Callable[..., None], message: str) -> None:
     with pytest.raises(ReplicationError, match=message):
         program(*model_and_loss())
+
+
+@on_ranks(2)
+def test_forward_that_raises_is_not_counted() -> None:
+    model, loss, count = model_and_loss()
+    for _ in range(2):  # the second time the message is under way when the forward raises
+        model.normalize_by(count)
+        with pytest.raises(IndexError):
+            model(torch.full((1, 1), 99))
+        model.normalize_by(count)
+        value = loss()
+        value.backward()
+        gradient = model.table.weight.grad.clone()
+        model.zero_grad()
+    model.normalize_by(count)
+    loss().backward()
+    torch.testing.assert_close(model.table.weight.grad, gradient, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
