@@ -13,6 +13,7 @@ from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.buckets import bucket_set
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.gradients import Views
 from ddp_compile.runtime.launch_queue import LaunchQueue
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
@@ -46,7 +47,7 @@ def regularize(model: nn.Module) -> None:
         (Bucket, "flatten"),
         (Bucket, "reduction_begins"),
         (Bucket, "wait"),
-        (Bucket, "hand_over"),
+        (Views, "hand_over"),
         (Bucket, "begin_iteration"),
         (LaunchQueue, "_launch_ready"),
         (LaunchQueue, "finish"),
