@@ -37,6 +37,7 @@ CALL_TIMEOUT_S = 240.0
 MOST_THREADS = 6
 #: What `sys.getrefcount` counts for an item of a list in a loop over the list: the list, the variable, the argument.
 REFERENCES_OF_A_LOOP = 3
+LONGEST_CONNECTION_S = 3.0
 PROCESS_ENDED = "EOFError"  #: the kind of failure of a rank whose process is gone
 
 
@@ -228,6 +229,7 @@ def _call(rank: int, world_size: int, function: Any, args: Any, kwargs: Any, sto
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    ends = dist.FileStore(f"{store}_ends", world_size)
     dist.barrier()  # otherwise a function that needs no other rank could leave before the others have connected
     try:
         return function(*args, **kwargs)
@@ -236,4 +238,15 @@ def _call(rank: int, world_size: int, function: Any, args: Any, kwargs: Any, sto
         text = traceback.TracebackException.from_exception(error, capture_locals=with_locals)
         return RankFailure(type(error).__name__, str(error), "".join(text.format()))
     finally:
+        _let_others_connect(ends)
         destroy_process_groups()
+
+
+def _let_others_connect(ends: dist.Store) -> None:
+    """If there are more groups than one, give the others time to connect in them: they may wait for nothing of ours."""
+    num_ended, deadline = ends.add("ended", 1), time.monotonic() + LONGEST_CONNECTION_S
+    while len(dist.distributed_c10d._world.pg_map) > 1 and num_ended < dist.get_world_size():
+        if time.monotonic() > deadline:
+            return  # they may never end
+        time.sleep(0.01)
+        num_ended = ends.add("ended", 0)
