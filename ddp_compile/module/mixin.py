@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,17 @@ from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.errors import ReplicationError
 from ddp_compile.features.algorithm_switch import register_comm_hook, set_comm_algorithm
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
-from ddp_compile.features.measurement import Measurement
 from ddp_compile.features.uneven_inputs import JoinOne
-from ddp_compile.module.explanation import explain
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.report.explanation import Explanation
-from ddp_compile.report.steps import Step
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm
+
+if TYPE_CHECKING:
+    from ddp_compile.features.measurement import Measurement
+    from ddp_compile.report.explanation import Explanation
+    from ddp_compile.report.steps import Step
 
 STATE = "_ddp_compile_state"
 
@@ -328,6 +329,8 @@ class ReplicatedModule(nn.Module):
 
     def explain(self) -> Explanation:
         """See `ddp_compile.explain`."""
+        from ddp_compile.module.explanation import explain
+
         return explain(state_of(self), self.bucket_plan, original_class(type(self)).__name__)
 
     def measure(self, steps: int | None = 20) -> Measurement:
@@ -352,6 +355,8 @@ class ReplicatedModule(nn.Module):
                 destroyed, or the algorithm's ranks do not wait for each other.
             RanksDifferError: Another rank measures other steps, or none within the process group's timeout.
         """
+        from ddp_compile.features.measurement import Measurement
+
         state = state_of(self)
         alive = weakref.ref(self)
 

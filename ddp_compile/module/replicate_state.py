@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,17 @@ from torch import nn
 
 from ddp_compile import torch_internals
 from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
-from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, launches_in_backward
-from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank
 from ddp_compile.features.algorithm_switch import refuse_objection
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
-from ddp_compile.features.measurement import Measurement
 from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.features.regions import CompiledRegions, find_inner, find_regions, region_of_parameters
 from ddp_compile.features.replicated_buffers import ReplicatedBuffers
 from ddp_compile.features.uneven_inputs import UnevenInputs
 from ddp_compile.graph_ops import next_reducer_id, register_receiver
-from ddp_compile.module import explanation
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.saved_plan import SavedPlan, load_for
 from ddp_compile.plan.spec import BucketPlan
@@ -41,6 +37,9 @@ from ddp_compile.torch_internals import GraphBreaks
 from ddp_compile.validation.description import describe_gradients, describe_module
 from ddp_compile.validation.replicated_parameters import ReplicatedParameters
 from ddp_compile.validation.wrappers import refuse_wrapper_around
+
+if TYPE_CHECKING:
+    from ddp_compile.features.measurement import Measurement
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +55,10 @@ class ReplicateState:
         algorithm_config: AlgorithmConfig,
         compile_settings: CompileSettings,
     ) -> None:
+        # Loaded with the first module, like Dynamo.
+        from ddp_compile.compile.backend import launches_in_backward
+        from ddp_compile.compile.graph_compiler import GraphCompiler
+
         regions = find_regions(module, config.regions)
         self.process_group, self.config, self.compile_settings = process_group, config, compile_settings
         self.requires_sync = True
@@ -147,6 +150,8 @@ class ReplicateState:
     def _compile_calls(
         self, module: nn.Module, compile_settings: CompileSettings, in_backward: bool, by_regions: bool
     ) -> None:
+        from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend
+
         config, numbers = self.config, {id(p): i for i, p in enumerate(self.reduced.values())}
         # Gradients that are not sent need not move, and gradients that may be added to must not.
         moves = config.static_graph and config.gradient_as_bucket_view and self.process_group.size() > 1
@@ -374,6 +379,8 @@ class ReplicateState:
         self.reducer.await_at_the_end(self.buffers.after_forward())
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
+        from ddp_compile.module import explanation
+
         warning = None
         if not self._num_with_gradients:
             if not self.monitor.is_paused:  # inside ``Join``, without any input

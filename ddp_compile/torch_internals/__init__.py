@@ -51,15 +51,6 @@ from ddp_compile.torch_internals.dynamo import (
     traced_call_of,
     watch_compilations,
 )
-from ddp_compile.torch_internals.fake_training import (
-    fake_process_group,
-    fake_tensors,
-    make_fake,
-    num_contributions,
-    own_error,
-    quiet_fake_mode,
-    traced_only,
-)
 from ddp_compile.torch_internals.graph_breaks import (
     GraphBreaks,
     UserLine,
