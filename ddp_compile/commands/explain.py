@@ -23,8 +23,7 @@ import torch
 from ddp_compile import torch_internals
 from ddp_compile.api import ddp_compile
 from ddp_compile.commands.users_step import RETURNS, TracingError, UsersStep, loaded, raising_at, users_step
-from ddp_compile.module.explanation import explain
-from ddp_compile.module.launches import TOO_EARLY
+from ddp_compile.module.explanation import TOO_EARLY, explain
 from ddp_compile.module.mixin import original_class, state_of
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan

@@ -14,12 +14,11 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.features.replica import Replica
 from ddp_compile.report.explanation import Explanation
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import RankStep, Step, Transfer, union_length
@@ -28,6 +27,9 @@ from ddp_compile.runtime.comm.host_clock import exchange_bytes, measure_offsets
 from ddp_compile.runtime.comm.process_groups import host_group
 from ddp_compile.runtime.comm.step_records import NO_RECORDS, RawStep, StepRecords
 from ddp_compile.runtime.comm.streams import work_blocks_host
+
+if TYPE_CHECKING:
+    from ddp_compile.module.replicate_state import ReplicateState
 
 #: How many steps a measurement without an end keeps.
 MOST_KEPT = 100
@@ -52,7 +54,9 @@ class Measurement:
         RanksDifferError: Another rank measures other steps, or none within the process group's timeout.
     """
 
-    def __init__(self, replica: Replica, model: str, steps: int | None, explain: Callable[[], Explanation]) -> None:
+    def __init__(
+        self, replica: ReplicateState, model: str, steps: int | None, explain: Callable[[], Explanation]
+    ) -> None:
         _refuse(replica, steps)
         reducer, group, device = replica.reducer, replica.process_group, replica.device
         first = reducer.iteration_number + reducer.is_within_iteration
@@ -179,7 +183,7 @@ class Measurement:
             self.abandon()
 
 
-def _refuse(replica: Replica, steps: int | None) -> None:
+def _refuse(replica: ReplicateState, steps: int | None) -> None:
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise ValueError(
             f"{this_rank()}: measure(steps={steps!r}) must be an integer of at least 1, or None to record until stop()"
@@ -202,7 +206,7 @@ def _refuse(replica: Replica, steps: int | None) -> None:
         )
 
 
-def _refuse_between(replica: Replica, call: str) -> None:
+def _refuse_between(replica: ReplicateState, call: str) -> None:
     if not replica.reducer.is_between_steps:
         raise ReplicationError(
             f"{this_rank()}: {call} was called while a backward has not been completed; call it between two steps, on"

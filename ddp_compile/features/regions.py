@@ -22,11 +22,11 @@ from ddp_compile import torch_internals
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import RegionClasses
 from ddp_compile.errors import this_rank
-from ddp_compile.features.replica import Replica
 
 if TYPE_CHECKING:
     from ddp_compile.compile.backend import EvaluationBackend, RegionBackend
     from ddp_compile.compile.graph_compiler import GraphCompiler
+    from ddp_compile.module.replicate_state import ReplicateState
     from ddp_compile.report.explanation import Region
 
 #: Called with each graph and its example inputs.
@@ -131,7 +131,7 @@ class CompiledRegions:
     def __init__(
         self,
         regions: Mapping[str, nn.Module],
-        state: Replica,
+        state: ReplicateState,
         compiler: GraphCompiler,
         settings: CompileSettings,
     ) -> None:
@@ -206,7 +206,7 @@ class _CompiledCalls:
     def __init__(
         self,
         backends: tuple[Backend, Backend],
-        state: weakref.ref[Replica],
+        state: weakref.ref[ReplicateState],
         settings: CompileSettings,
         num_modules: int | None,
     ) -> None:

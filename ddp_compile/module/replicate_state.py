@@ -283,8 +283,7 @@ class ReplicateState:
     def _call_with_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, source: int
     ) -> Any:
-        backend = self.backend
-        num_runs, num_whole_runs = backend.num_runs, backend.num_whole_runs
+        runs = self.backend.runs = list[bool]()
         is_one_graph = self._has_waited = False
         try:
             # In evaluation mode too, as in DistributedDataParallel: ranks may be in different modes.
@@ -299,7 +298,7 @@ class ReplicateState:
                 self.await_before_python()
                 return self._call_evaluation(module, *args, **kwargs)
             outputs = self._call_training(module, *args, **kwargs)
-            is_one_graph = (backend.num_runs, backend.num_whole_runs) == (num_runs + 1, num_whole_runs + 1)
+            is_one_graph = runs == [True] and runs is self.backend.runs  # another one after a call inside this one
         except Exception:
             if self.requires_sync:
                 self.reducer.forward_raised()

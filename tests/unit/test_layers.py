@@ -203,7 +203,11 @@ def test_folders_import_from_lower_layers_only() -> None:
     assert {folder_of(module) for module in TREES} == set(LAYER_OF)
     upward = {pair: modules for pair, modules in arrows().items() if LAYER_OF[pair[0]] <= LAYER_OF[pair[1]]}
     # For type checkers; `test_the_core_loads_no_extension` is about run time.
-    assert upward == {("algorithms", "extension of algorithms"): {"ddp_compile.algorithms"}}
+    features = {"algorithm_switch", "compatibility", "measurement", "regions", "uneven_inputs"}
+    assert upward == {
+        ("algorithms", "extension of algorithms"): {"ddp_compile.algorithms"},
+        ("features", "module"): {f"ddp_compile.features.{name}" for name in features},  # the state of a module
+    }
 
 
 def test_passes_and_runtime_never_import_each_other() -> None:
