@@ -222,7 +222,7 @@ class _CompiledCalls:
         state = self._state()
         if state is None:
             return self.eager
-        state.region_begins()
+        state.await_parameters()  # perhaps outside a forward of the module
         if state.runs_uncompiled:
             return self.eager
         if not torch.is_grad_enabled():

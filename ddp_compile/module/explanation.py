@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ddp_compile.compile.graph_report import GraphReport, graphs_without_cut
+from ddp_compile.compile.graph_report import GraphReport
 from ddp_compile.config import ReplicateConfig, caps_from_mib
 from ddp_compile.errors import number_of, this_rank
 from ddp_compile.passes.pipeline import Declined
@@ -143,7 +143,8 @@ def _source(line: UserLine | None) -> SourceLine | None:
 
 
 def _breaks(breaks: GraphBreaks) -> list[Break]:
-    return [Break(what, found.reason, SourceLine(*found.place)) for what, found in breaks.explain()]
+    first = breaks.first
+    return [Break("the first graph break", first.reason, SourceLine(*first.place))] if first is not None else []
 
 
 def _in_no_graph(state: ReplicateState, plan: BucketPlan) -> tuple[int, ...]:
@@ -197,7 +198,13 @@ def compiled_in_blocks(blocks: Sequence[str], breaks: GraphBreaks) -> str:
 
 def all_at_once(plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]) -> str | None:
     """A warning that no bucket can be launched early; None if some can."""
-    whole = graphs_without_cut(reports)
+    whole = [
+        report
+        for report in reports
+        if len(report.buckets) > 1
+        and len(report.parts) == 1
+        and not (report.launches_in_backward and len(report.declined) < len(report.buckets))
+    ]
     if not whole and not (plan.num_bytes > 2 * cap_bytes and (len(plan.buckets) == 1 or not reports)):
         return None
     declined = [f"{d.node}: {d.reason}" for report in whole for d in report.declined]

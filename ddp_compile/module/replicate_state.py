@@ -129,12 +129,12 @@ class ReplicateState:
         saved: SavedPlan,
     ) -> None:
         """Check that all ranks have the same module and settings, and that no other module reduces these parameters."""
-        shared = ", ".join(self.parameters.shared_with_others()) or "none"
+        shared = self.parameters.shared_with_others()
         objection = algorithm.objection(self.reduced)
         description = [
             f"algorithm={algorithm.name}",
             f"objection of the algorithm to the parameters={objection or 'none'}",
-            f"parameters that another replicated module reduces={shared}",
+            f"parameters that another replicated module reduces={', '.join(shared) or 'none'}",
             f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
             f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
             f"modules that are compiled by themselves={', '.join(regions) or 'none'}",
@@ -145,7 +145,12 @@ class ReplicateState:
         refuse_objection(objection)
         if saved.error:
             raise ValueError(f"{this_rank()}: {saved.error}")
-        self.parameters.refuse_shared()
+        if shared:
+            raise ReplicationError(
+                f"{this_rank()}: another replicated module already reduces parameters of this module:"
+                f" {', '.join(shared)}. Each would average the other's means again. Call ddp_compile once on a module"
+                " that contains both, and let its forward choose; or unwrap() the other module first"
+            )
 
     def _compile_calls(
         self, module: nn.Module, compile_settings: CompileSettings, in_backward: bool, by_regions: bool
@@ -188,11 +193,6 @@ class ReplicateState:
             torch_internals.leave_call_to_python(cls)
         self.regions.compile(regions)
         self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
-
-    def region_begins(self) -> None:
-        """Called before Python calls a region, perhaps outside a forward of the module."""
-        self.await_parameters()
-        self.breaks.note_block()
 
     def describe(self) -> str:
         """The settings that are printed with the module."""
