@@ -24,7 +24,7 @@ from ddp_compile import torch_internals
 from ddp_compile.api import ddp_compile
 from ddp_compile.commands.users_step import RETURNS, TracingError, UsersStep, loaded, raising_at, users_step
 from ddp_compile.module.explanation import TOO_EARLY, explain
-from ddp_compile.module.mixin import original_class, state_of
+from ddp_compile.module.mixin import state_of
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
@@ -125,7 +125,7 @@ def _explain_step(module: Any, step: UsersStep, fake_mode: Any) -> Explanation:
         for bucket in plan.buckets
         if not all(are_from_one_place[g.index] for g in bucket.gradients)
     }
-    return explain(state, plan, original_class(type(module)).__name__, of_hooks)
+    return explain(state, plan, of_hooks)
 
 
 def _sealed_plan(state: ReplicateState, order: list[int]) -> BucketPlan:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.report.explanation import Explanation
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import RankStep, Step, Transfer, union_length
 from ddp_compile.runtime.comm import error_messages
@@ -44,9 +43,7 @@ class Measurement:
 
     Args:
         replica: The state of the model; not kept alive, since users may keep the report for longer than the model.
-        model: Name of the model's class.
         steps: How many steps to record; None for any number.
-        explain: Returns what ``model.explain()`` says; must not keep the model alive.
 
     Raises:
         ValueError: ``steps`` is not a positive integer.
@@ -54,20 +51,24 @@ class Measurement:
         RanksDifferError: Another rank measures other steps, or none within the process group's timeout.
     """
 
-    def __init__(
-        self, replica: ReplicateState, model: str, steps: int | None, explain: Callable[[], Explanation]
-    ) -> None:
+    def __init__(self, replica: ReplicateState, steps: int | None) -> None:
         _refuse(replica, steps)
         reducer, group, device = replica.reducer, replica.process_group, replica.device
         first = reducer.iteration_number + reducer.is_within_iteration
         replica.monitor.agree_on_measurement(f"measure(steps={steps})", f" from iteration {first} on")
         self._replica = weakref.ref(replica)
-        self._model, self._steps, self._device, self._explain = model, steps, device, explain
+        self._steps, self._device = steps, device
         self._ranks, self._rank_in_group = dist.get_process_group_ranks(group), group.rank()
         self._report: StepReport | None = None
         self._is_over = False
         self._hosts: Any = host_group(group, device, own=False)
         self._offsets = _among_ranks(measure_offsets, *self._hosts)
+        this = weakref.ref(self)  # it owns the records, which must not keep it, and so a process group, alive
+
+        def exchange() -> None:
+            if (alive := this()) is not None:
+                alive.exchange()
+
         self._records = StepRecords(
             device,
             reducer.iteration_number,
@@ -75,7 +76,7 @@ class Measurement:
             steps,
             steps or MOST_KEPT,
             work_blocks_host(group, device),
-            _exchange_of(self),
+            exchange,
         )
         reducer.record_into(self._records)
 
@@ -159,7 +160,7 @@ class Measurement:
         assert plan is not None
         by_rank = list(zip(self._ranks, offsets, everyone, strict=True))
         self._report = StepReport(
-            model=self._model,
+            model=replica.model,
             algorithm=replica.reducer.algorithm.name,
             plan=plan,
             steps=tuple(
@@ -168,7 +169,7 @@ class Measurement:
             ),
             clock_error_s=sum(sorted(offset.error_ns for offset in offsets)[-2:]) / 1e9,
             device=self._device.type,
-            explanation=self._explain(),
+            explanation=replica.explain(),
         )
 
     def __enter__(self) -> Measurement:
@@ -212,17 +213,6 @@ def _refuse_between(replica: ReplicateState, call: str) -> None:
             f"{this_rank()}: {call} was called while a backward has not been completed; call it between two steps, on"
             " every rank"
         )
-
-
-def _exchange_of(measurement: Measurement) -> Callable[[], None]:
-    """Its exchange, without keeping it, and so a process group, alive: the records that it owns have this."""
-    reference = weakref.WeakMethod(measurement.exchange)
-
-    def exchange() -> None:
-        if (alive := reference()) is not None:
-            alive()
-
-    return exchange
 
 
 def _among_ranks(exchange: Callable[..., Result], *args: Any) -> Result:

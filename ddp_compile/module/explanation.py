@@ -30,20 +30,17 @@ if TYPE_CHECKING:
 TOO_EARLY = "another gradient came after it had been launched, or hooks see its gradients, so its hooks launch it"
 
 
-def explain(
-    state: ReplicateState, plan: BucketPlan, model: str, of_hooks: Mapping[int, str] | None = None
-) -> Explanation:
+def explain(state: ReplicateState, plan: BucketPlan, of_hooks: Mapping[int, str] | None = None) -> Explanation:
     """See `Explanation`.
 
     Args:
         state: The module's.
         plan: Its plan, or the plan so far.
-        model: The name of its class.
         of_hooks: As from `buckets_of_hooks`, which is called if it is None.
     """
     of_hooks = buckets_of_hooks(state) if of_hooks is None else of_hooks
     return Explanation(
-        model=model,
+        model=state.model,
         world_size=state.process_group.size(),
         algorithm=state.reducer.algorithm.name,
         settings=(*_settings(state.config, state.device.type), *state.compile_settings.chosen),

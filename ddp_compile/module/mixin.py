@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -324,14 +323,11 @@ class ReplicatedModule(nn.Module):
     @property
     def bucket_plan(self) -> BucketPlan:
         """The plan that the module reduces by. Until the first reduced backward seals it, the plan so far."""
-        builder = state_of(self).builder
-        return builder.sealed or builder.propose()
+        return state_of(self).plan
 
     def explain(self) -> Explanation:
         """See `ddp_compile.explain`."""
-        from ddp_compile.module.explanation import explain
-
-        return explain(state_of(self), self.bucket_plan, original_class(type(self)).__name__)
+        return state_of(self).explain()
 
     def measure(self, steps: int | None = 20) -> Measurement:
         """Record when each bucket is ready, launched, transferred and waited for; see docs/look_inside.md.
@@ -358,14 +354,7 @@ class ReplicatedModule(nn.Module):
         from ddp_compile.features.measurement import Measurement
 
         state = state_of(self)
-        alive = weakref.ref(self)
-
-        def explain_now() -> Explanation:
-            model = alive()
-            assert model is not None  # its backward is running, or stop() found it
-            return model.explain()
-
-        state.measurement = Measurement(state, original_class(type(self)).__name__, steps, explain_now)
+        state.measurement = Measurement(state, steps)
         return state.measurement
 
     def comm_stats(self) -> Step | None:

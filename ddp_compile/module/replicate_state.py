@@ -40,6 +40,7 @@ from ddp_compile.validation.wrappers import refuse_wrapper_around
 
 if TYPE_CHECKING:
     from ddp_compile.features.measurement import Measurement
+    from ddp_compile.report.explanation import Explanation
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class ReplicateState:
 
         regions = find_regions(module, config.regions)
         self.process_group, self.config, self.compile_settings = process_group, config, compile_settings
+        self.model = type(module).__name__
         self.requires_sync = True
         self.measurement: Measurement | None = None  # the last one
         # Whether ``generate`` or a forward with gradients is under way; see `naming_parameters` and
@@ -78,7 +80,7 @@ class ReplicateState:
         gradients = describe_gradients(module, self.reduced)
         saved = load_for(config.bucket_plan, gradients)
         self._agree(module, algorithm, in_backward, regions, saved)
-        self.monitor = DesyncMonitor(process_group, self.device, type(module).__name__)
+        self.monitor = DesyncMonitor(process_group, self.device, self.model)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )
@@ -193,6 +195,16 @@ class ReplicateState:
             torch_internals.leave_call_to_python(cls)
         self.regions.compile(regions)
         self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The sealed plan, or the plan so far."""
+        return self.builder.sealed or self.builder.propose()
+
+    def explain(self) -> Explanation:
+        from ddp_compile.module.explanation import explain
+
+        return explain(self, self.plan)
 
     def describe(self) -> str:
         """The settings that are printed with the module."""
