@@ -109,7 +109,7 @@ class TrainingBackend:
         if not order or not has_backward:  # no backward if the graph was made under no_grad
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
             self.reports.append(GraphReport(number, (), parts_of(gm, parameter_of)))
-            return self._waiting(self.compiler.compile(gm, example_inputs, name), parameter_of.values())
+            return await_before(self.compiler.compile(gm, example_inputs, name), parameter_of.values(), self.reducer_id)
         buckets = self.builder.add_frame(order)
         graph = _Graph(number, example_inputs, parameter_of, tuple(buckets), format_graph_buckets(buckets, order))
         in_backward = self._launches_in_backward(name)
@@ -152,9 +152,7 @@ class TrainingBackend:
     def _compile_part(
         self, gm: fx.GraphModule, inputs: Sequence[Any], name: str, reads: Collection[int]
     ) -> Callable[..., Any]:
-        return self._waiting(self.compiler.compile(gm, inputs, f"{name} ({self._named(reads)})"), reads)
-
-    def _waiting(self, compiled: Callable[..., Any], reads: Collection[int]) -> Callable[..., Any]:
+        compiled = self.compiler.compile(gm, inputs, f"{name} ({self._named(reads)})")
         return await_before(compiled, reads, self.reducer_id)
 
     def _compile_whole(
@@ -191,7 +189,7 @@ class TrainingBackend:
         name = f"{graph.name} ({self._named(part.reads)})"
         compiled = self.compiler.compile(gm, graph.inputs, name, edit)
         if not waits_inside or len(self.compiler.failures) > num_failures:
-            compiled = self._waiting(compiled, part.reads)
+            compiled = await_before(compiled, part.reads, self.reducer_id)
         buckets = [tuple(gradient.index for gradient in bucket.gradients) for bucket in graph.buckets]
         return watch_parameters(compiled, graph.inputs, parameter_of_input, buckets, self.reducer_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import os
 import re
@@ -208,6 +209,23 @@ def test_folders_import_from_lower_layers_only() -> None:
         ("algorithms", "extension of algorithms"): {"ddp_compile.algorithms"},
         ("features", "module"): {f"ddp_compile.features.{name}" for name in features},  # the state of a module
     }
+
+
+def imported_at_load(node: ast.AST) -> Iterator[str]:
+    """What a file imports when it is imported itself: not in functions, and not for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield from imported_names(ast.Module([child], []))
+        elif isinstance(child, ast.If) and dotted_name(child.test) == "TYPE_CHECKING":
+            yield from imported_at_load(ast.Module(child.orelse, []))
+        elif not isinstance(child, ast.FunctionDef):
+            yield from imported_at_load(child)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    imports = {module: set(imported_at_load(tree)) & (set(TREES) - {"ddp_compile"}) for module, tree in TREES.items()}
+    assert "ddp_compile.runtime.reducer" in imports["ddp_compile.module.replicate_state"]
+    graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError that names the files
 
 
 def test_passes_and_runtime_never_import_each_other() -> None:
