@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import ProcessGroup
+
 from ddp_compile.compile.graph_report import GraphReport
 from ddp_compile.config import ReplicateConfig, caps_from_mib
 from ddp_compile.errors import number_of, this_rank
@@ -170,30 +172,39 @@ def _argument(name: str, value: Any) -> str:
     return f"{name}={sorted(value) if name == 'parameters_to_ignore' else value!r}"
 
 
-def not_called() -> str:
-    return (
-        f"{this_rank()}: the module itself has not been called for training: gradients came through one of its"
-        " submodules or methods, or through module.forward. These are not compiled, and no buffers are broadcast"
-        " before them; call the module: model(x)"
-    )
+def without_overlap(state: ReplicateState, plan: BucketPlan, was_compiled: bool) -> str | None:
+    """A warning after the plan has been sealed: why no bucket is launched early, or not as many as could be.
+
+    Args:
+        was_compiled: Whether a forward with gradients ran compiled code.
+    """
+    # A reentrant checkpoint calls blocks without gradients first.
+    blocks_have_graphs = state.regions.num_graphs and (state.regions.num_training_graphs or not state.backend.reports)
+    if not was_compiled:
+        return None  # nothing could be, or the caller of `prepare_for_backward_of` decides what is
+    if not state.num_graphs:
+        return (
+            f"{this_rank()}: nothing was compiled: Dynamo made no graph of the module, so it runs"
+            f' eagerly.{_reasons(state.breaks)} TORCH_LOGS="graph_breaks,recompiles" says more'
+        )
+    if state.breaks and blocks_have_graphs:
+        blocks = "; ".join(map(str, state.regions.explain(compiled_only=True)))
+        return (
+            f"{this_rank()}: the module was not compiled as a whole: Dynamo leaves the code that calls blocks to"
+            f" Python, and each block is compiled by itself: {blocks}.{_reasons(state.breaks)} To compile that code as"
+            ' well, keep what breaks the graph out of the forward; TORCH_LOGS="graph_breaks" shows all breaks'
+        )
+    # Each region's backward brings its own gradients, however many regions there are.
+    if state.config.split != "none" and (state.breaks or not state.regions) and _needs_overlap(state.process_group):
+        return _all_at_once(plan, state.config.caps_bytes[-1], state.backend.reports)
+    return None
 
 
-def nothing_compiled(breaks: GraphBreaks) -> str:
-    return (
-        f"{this_rank()}: nothing was compiled: Dynamo made no graph of the module, so it runs"
-        f' eagerly.{_reasons(breaks)} TORCH_LOGS="graph_breaks,recompiles" says more'
-    )
+def _needs_overlap(process_group: ProcessGroup) -> bool:
+    return process_group.size() > 1
 
 
-def compiled_in_blocks(blocks: Sequence[str], breaks: GraphBreaks) -> str:
-    return (
-        f"{this_rank()}: the module was not compiled as a whole: Dynamo leaves the code that calls blocks to Python,"
-        f" and each block is compiled by itself: {'; '.join(blocks)}.{_reasons(breaks)} To compile that code as well,"
-        ' keep what breaks the graph out of the forward; TORCH_LOGS="graph_breaks" shows all breaks'
-    )
-
-
-def all_at_once(plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]) -> str | None:
+def _all_at_once(plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]) -> str | None:
     """A warning that no bucket can be launched early; None if some can."""
     whole = [
         report

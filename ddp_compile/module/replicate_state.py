@@ -236,10 +236,10 @@ class ReplicateState:
         self.reducer.refuse_capture("a forward of a replicated module with gradients")
         source = self.uneven_inputs.forward_begins(module, self.requires_sync)
         self._prepare_for_backward(module)
-        num_graphs = self._num_graphs
+        num_graphs = self.num_graphs
         with self.reducer.algorithm.using_parameters(trains=True):
             outputs = self._call_with_gradients(module, args, kwargs, kind, source)
-        if self._num_graphs != num_graphs:
+        if self.num_graphs != num_graphs:
             # A parameter, for example its dtype, may have changed since the last check.
             self._refuse_changes(module)
         if self.requires_sync:
@@ -365,13 +365,8 @@ class ReplicateState:
             self.parameters.refuse_changes(module)
 
     @property
-    def _num_graphs(self) -> int:
+    def num_graphs(self) -> int:
         return len(self.backend.reports) + self._evaluation_backend.num_graphs + self.regions.num_graphs
-
-    @property
-    def _blocks_have_graphs(self) -> bool:
-        # A reentrant checkpoint calls blocks without gradients first.
-        return self.regions.num_training_graphs > 0 or (self.regions.num_graphs > 0 and not self.backend.reports)
 
     def _kind_of_forward(self, module: nn.Module) -> str:
         if not torch.is_grad_enabled():
@@ -390,23 +385,18 @@ class ReplicateState:
         self.reducer.await_at_the_end(self.buffers.after_forward())
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
-        from ddp_compile.module import explanation
+        from ddp_compile.module.explanation import without_overlap
 
-        warning = None
-        if not self._num_with_gradients:
-            if not self.monitor.is_paused:  # inside ``Join``, without any input
-                warning = explanation.not_called()
-        elif not self._was_compiled:
-            return  # nothing could be, or the caller of `prepare_for_backward_of` decides what is
-        elif not self._num_graphs:
-            warning = explanation.nothing_compiled(self.breaks)
-        elif self.breaks and self._blocks_have_graphs:
-            warning = explanation.compiled_in_blocks(
-                list(map(str, self.regions.explain(compiled_only=True))), self.breaks
+        if self._num_with_gradients:
+            warning = without_overlap(self, plan, self._was_compiled)
+        elif self.monitor.is_paused:  # inside ``Join``, without any input
+            return
+        else:
+            warning = (
+                f"{this_rank()}: the module itself has not been called for training: gradients came through one of its"
+                " submodules or methods, or through module.forward. These are not compiled, and no buffers are"
+                " broadcast before them; call the module: model(x)"
             )
-        # Each region's backward brings its own gradients, however many regions there are.
-        elif self.config.split != "none" and (self.breaks or not self.regions) and _needs_overlap(self.process_group):
-            warning = explanation.all_at_once(plan, self.config.caps_bytes[-1], self.backend.reports)
         if warning is not None:
             log.warning("%s", warning)
 
@@ -424,7 +414,3 @@ def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
 
 def _nothing() -> None:
     return None
-
-
-def _needs_overlap(process_group: dist.ProcessGroup) -> bool:
-    return process_group.size() > 1
