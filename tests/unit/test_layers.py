@@ -214,8 +214,11 @@ def test_folders_import_from_lower_layers_only() -> None:
 def imported_at_load(node: ast.AST) -> Iterator[str]:
     """What a file imports when it is imported itself: not in functions, and not for type checkers."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            yield from imported_names(ast.Module([child], []))
+        if isinstance(child, ast.ImportFrom):  # from a package: one of its files, or a name
+            files = (f"{child.module}.{alias.name}" for alias in child.names)
+            yield from (file if file in TREES else str(child.module) for file in files)
+        elif isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.If) and dotted_name(child.test) == "TYPE_CHECKING":
             yield from imported_at_load(ast.Module(child.orelse, []))
         elif not isinstance(child, ast.FunctionDef):
