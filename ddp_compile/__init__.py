@@ -1,5 +1,8 @@
 """Data-parallel training under ``torch.compile``: one bucket plan cuts the graphs and drives the reducer."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from ddp_compile import checkout as checkout  # first, since the other imports go through symbolic links
 from ddp_compile.api import ddp_compile
 from ddp_compile.errors import (
@@ -17,11 +20,27 @@ from ddp_compile.errors import (
 from ddp_compile.functions import explain, is_replicated, no_sync, unwrap
 from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec
-from ddp_compile.runtime.sharded.checkpoint import (
-    load_sharded_optimizer_state_dict,
-    sharded_optimizer_state_dict,
-)
-from ddp_compile.sharded_optimizer import shard_optimizer
+
+if TYPE_CHECKING:
+    from ddp_compile.runtime.sharded.checkpoint import (
+        load_sharded_optimizer_state_dict,
+        sharded_optimizer_state_dict,
+    )
+    from ddp_compile.sharded_optimizer import shard_optimizer
+else:
+    # Names of an extension, and the module that each is imported from at its first use.
+    _EXTENSIONS = {
+        "load_sharded_optimizer_state_dict": "ddp_compile.runtime.sharded.checkpoint",
+        "shard_optimizer": "ddp_compile.sharded_optimizer",
+        "sharded_optimizer_state_dict": "ddp_compile.runtime.sharded.checkpoint",
+    }
+
+    # Not for type checkers, which would accept any name.
+    def __getattr__(name):
+        if name not in _EXTENSIONS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_EXTENSIONS[name]), name)
+
 
 __version__ = "0.1.0"
 

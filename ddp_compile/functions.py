@@ -9,10 +9,11 @@ from torch import nn
 
 from ddp_compile.errors import ReplicationError, with_article
 from ddp_compile.module.mixin import ReplicatedModule
-from ddp_compile.report.explanation import Explanation
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
+
+    from ddp_compile.report.explanation import Explanation
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

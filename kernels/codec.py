@@ -9,11 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ddp_compile.kernels.contract import reference
-from ddp_compile.kernels.cuda import elementwise as cuda
 from ddp_compile.kernels.executors import KERNEL_DTYPES, choose
 from ddp_compile.kernels.native import elementwise as native
-
-_MODULES: dict[str, ModuleType] = {"native": native, "cuda": cuda, "reference": reference}
 
 
 def compressed_like(values: Tensor, num_chunks: int, skip_chunk: int | None) -> Tensor:
@@ -102,7 +99,12 @@ def _check_memory(**tensors: Tensor) -> None:
 
 
 def _module_for(values: Tensor) -> ModuleType:
-    return _MODULES[choose(values.device, values.dtype)]
+    implementation = choose(values.device, values.dtype)
+    if implementation == "cuda":
+        from ddp_compile.kernels.cuda import elementwise as cuda  # loaded only if there is a GPU
+
+        return cuda
+    return native if implementation == "native" else reference
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

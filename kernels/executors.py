@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ddp_compile.errors import KernelUnavailableError
 from ddp_compile.kernels.contract import layout
-from ddp_compile.kernels.cuda import executor as cuda_executor
-from ddp_compile.kernels.cuda import module as cuda_module
 from ddp_compile.kernels.native import executor as native_executor
 from ddp_compile.kernels.native import library as native_library
 
@@ -71,13 +69,6 @@ class ReferenceExecutor:
             stats.zero_()
 
 
-_EXECUTORS: dict[str, Callable[[Sequence[Tensor], Tensor, Sequence[int] | None], FlattenExecutor]] = {
-    "native": native_executor.NativeExecutor,
-    "cuda": cuda_executor.CudaExecutor,
-    "reference": ReferenceExecutor,
-}
-
-
 class KernelStatus(NamedTuple):
     """The implementation of all kernels on one kind of device."""
 
@@ -101,7 +92,14 @@ def choose(device: torch.device, dtype: torch.dtype) -> ImplementationName:
 def executor_for(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> FlattenExecutor:
     """The executor of the chosen implementation. Raises the errors of `layout`."""
     layout.check_flat(flat)
-    return _EXECUTORS[choose(flat.device, flat.dtype)](tensors, flat, offsets)
+    implementation = choose(flat.device, flat.dtype)
+    if implementation == "native":
+        return native_executor.NativeExecutor(tensors, flat, offsets)
+    if implementation == "cuda":
+        from ddp_compile.kernels.cuda.executor import CudaExecutor  # loaded only if there is a GPU
+
+        return CudaExecutor(tensors, flat, offsets)
+    return ReferenceExecutor(tensors, flat, offsets)
 
 
 @functools.cache
@@ -112,6 +110,8 @@ def available(device: torch.device) -> tuple[ImplementationName, str]:
             core = native_library.load()
             return "native", f"{core.path.name} with {core.instruction_set().decode()} instructions"
         if device.type == "cuda":
+            from ddp_compile.kernels.cuda import module as cuda_module
+
             return "cuda", cuda_module.kernel_device(device).name
     except KernelUnavailableError as error:
         if device.type == "cpu" or torch.cuda.is_available():

@@ -1,11 +1,11 @@
-"""Runs passes in order, with observers around them."""
+"""Runs passes in order, and shows an observer the graph between them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import fx
 
@@ -61,30 +61,22 @@ ContextT = TypeVar("ContextT", PassContext, AotContext)
 
 Pass = Callable[[fx.GraphModule, PassContext], PassResult]
 
-
-class Observer(Protocol):
-    """Called with the graph before, between and after the passes. It must not change the graph."""
-
-    def before_pipeline(self, gm: fx.GraphModule) -> None: ...
-
-    def after_pass(self, name: str, gm: fx.GraphModule, num_changed: int) -> None: ...
-
-    def after_pipeline(self, gm: fx.GraphModule) -> None: ...
+#: Called with the graph, which it must not change: "graph before", then "graph after PASS" if a pass changed it.
+Observer = Callable[[str, fx.GraphModule], None]
 
 
 def run_pipeline(
     gm: fx.GraphModule,
     ctx: ContextT,
     passes: Sequence[Callable[[fx.GraphModule, ContextT], PassResult]],
-    observers: Sequence[Observer] = (),
+    observe: Observer = lambda heading, gm: None,
 ) -> PassResult:
-    """Run passes in order, with observers around them. Lint and recompile after each pass that changed something.
+    """Run passes in order. Lint and recompile after each pass that changed something.
 
     Returns:
         The last graph, the sum of all ``num_changed``, and everything that was declined.
     """
-    for observer in observers:
-        observer.before_pipeline(gm)
+    observe("graph before", gm)
     declined: list[Declined] = []
     total_changed = 0
     for run_pass in passes:
@@ -98,8 +90,6 @@ def run_pipeline(
         log.debug("%s: %s changed %d", ctx.graph_name, name, num_changed)
         for each in refused:
             log.info("%s: %s declined at %s: %s", ctx.graph_name, name, each.node, each.reason)
-        for observer in observers:
-            observer.after_pass(name, gm, num_changed)
-    for observer in observers:
-        observer.after_pipeline(gm)
+        if num_changed:
+            observe(f"graph after {name}", gm)
     return PassResult(gm, total_changed, tuple(declined))

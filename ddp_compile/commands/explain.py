@@ -23,13 +23,13 @@ import torch
 from ddp_compile import torch_internals
 from ddp_compile.api import ddp_compile
 from ddp_compile.commands.users_step import RETURNS, TracingError, UsersStep, loaded, raising_at, users_step
-from ddp_compile.module.explanation import explain
-from ddp_compile.module.launches import TOO_EARLY
-from ddp_compile.module.mixin import original_class, state_of
+from ddp_compile.module.explanation import TOO_EARLY, explain
+from ddp_compile.module.mixin import state_of
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
 from ddp_compile.runtime.comm import error_messages
+from ddp_compile.torch_internals import fake_training
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +81,12 @@ def explain_function(name: str, world_size: int, settings: Mapping[str, Any]) ->
     if torch.distributed.is_initialized():
         raise ValueError("there is a process group already; call destroy_process_group() first, or use a new process")
     function = loaded(name)
-    with torch_internals.fake_process_group(world_size), torch_internals.quiet_fake_mode() as fake_mode:
+    with fake_training.fake_process_group(world_size), fake_training.quiet_fake_mode() as fake_mode:
         with raising_at(f"{name}()"), fake_mode:
             returned = function()
         step = users_step(name, returned, fake_mode)
         with raising_at(f"ddp_compile() of the module of {name}", passes=ValueError):
-            backend = torch_internals.traced_only()
+            backend = fake_training.traced_only()
             # Parameters without values are not sent.
             module: Any = ddp_compile(step.module, backend=backend, init_sync=False, **settings)
         explanation = _explain_step(module, step, fake_mode)
@@ -113,7 +113,7 @@ def _explain_step(module: Any, step: UsersStep, fake_mode: Any) -> Explanation:
             outputs = module(*step.args, **step.kwargs)
         with raising_at("the loss"):
             loss = step.loss(outputs)
-            counts = torch_internals.num_contributions(loss)
+            counts = fake_training.num_contributions(loss)
         with raising_at("the backward"):
             loss.backward()
     if missing := {name: p for index, (name, p) in enumerate(state.reduced.items()) if index not in order}:
@@ -125,7 +125,7 @@ def _explain_step(module: Any, step: UsersStep, fake_mode: Any) -> Explanation:
         for bucket in plan.buckets
         if not all(are_from_one_place[g.index] for g in bucket.gradients)
     }
-    return explain(state, plan, original_class(type(module)).__name__, of_hooks)
+    return explain(state, plan, of_hooks)
 
 
 def _sealed_plan(state: ReplicateState, order: list[int]) -> BucketPlan:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ddp_compile import torch_internals
 from ddp_compile.errors import with_article
 from ddp_compile.functions import is_replicated
+from ddp_compile.torch_internals import fake_training
 from ddp_compile.validation.named_functions import load_function
 
 RETURNS = "return a module, (module, inputs), (module, args, kwargs) or (module, args, kwargs, loss)"
@@ -59,8 +60,8 @@ def users_step(name: str, returned: Any, fake_mode: Any) -> UsersStep:
     if not isinstance(module, nn.Module) or len(rest) > 3 or not isinstance(kwargs, Mapping) or not callable(loss):
         kinds = ", ".join(type(each).__name__ for each in (module, *rest))
         raise ValueError(f"{name} returns {f'({kinds})' if rest else with_article(kinds)}; it must {RETURNS}")
-    torch_internals.make_fake(module, fake_mode)
-    args, kwargs = torch_internals.fake_tensors((args, dict(kwargs)), fake_mode)
+    fake_training.make_fake(module, fake_mode)
+    args, kwargs = fake_training.fake_tensors((args, dict(kwargs)), fake_mode)
     return UsersStep(module.train(), args, kwargs, loss)
 
 
@@ -78,7 +79,7 @@ def raising_at(where: str, passes: type[Exception] | tuple[()] = ()) -> Iterator
         raise
     except Exception as error:
         frames = [*traceback.extract_tb(error.__traceback__), *getattr(error, "real_stack", ())]  # Dynamo's is last
-        said = "".join(traceback.format_exception_only(torch_internals.own_error(error))).rstrip()
+        said = "".join(traceback.format_exception_only(fake_training.own_error(error))).rstrip()
         first = next((i for i, frame in enumerate(frames) if torch_internals.is_of_users(frame.filename)), len(frames))
         called = {frame.name for frame in frames[first:]}
         ways_out = [way for word, way in _WAYS_OUT.items() if word in called or f" {word} " in said]

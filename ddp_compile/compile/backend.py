@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ddp_compile import torch_internals
 from ddp_compile.compile.graph_compiler import GraphCompiler
-from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
+from ddp_compile.compile.graph_dump import dump_buckets, dump_graph, format_graph_buckets
 from ddp_compile.compile.graph_report import GraphReport, parts_of
 from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FOR_INDUCTOR, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
@@ -78,8 +78,7 @@ class TrainingBackend:
         self.reports: list[GraphReport] = []
         self.launches_in_backward = launches_in_backward
         self.moves_gradients = moves_gradients
-        self.num_runs = 0  #: of compiled graphs
-        self.num_whole_runs = 0  #: of those that are all of the module's forward
+        self.runs: list[bool] = []  #: for each graph run since a forward began, whether it is all of the forward
         self.root: Callable[..., Any] | None = None  #: the function at whose frame Dynamo starts
 
     @property
@@ -93,8 +92,7 @@ class TrainingBackend:
         compiled = self._compile(gm, example_inputs)
 
         def run(*arguments: Any) -> Any:
-            self.num_runs += 1
-            self.num_whole_runs += is_whole
+            self.runs.append(is_whole)
             return compiled(*arguments)
 
         return run
@@ -111,7 +109,7 @@ class TrainingBackend:
         if not order or not has_backward:  # no backward if the graph was made under no_grad
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
             self.reports.append(GraphReport(number, (), parts_of(gm, parameter_of)))
-            return self._waiting(self.compiler.compile(gm, example_inputs, name), parameter_of.values())
+            return await_before(self.compiler.compile(gm, example_inputs, name), parameter_of.values(), self.reducer_id)
         buckets = self.builder.add_frame(order)
         graph = _Graph(number, example_inputs, parameter_of, tuple(buckets), format_graph_buckets(buckets, order))
         in_backward = self._launches_in_backward(name)
@@ -131,7 +129,10 @@ class TrainingBackend:
             every_cut_or_none=every_cut_or_none,
         )
         passes = FORWARD_SPLIT if self.split != "none" and _parts_are_equal(graph) else ()
-        return run_pipeline(gm, ctx, passes, [GraphDump(graph.name, graph.table)])
+        result = run_pipeline(gm, ctx, passes, dump_buckets(graph.name, graph.table))
+        for name in partition_names(result.gm):
+            dump_graph(graph.name, name, getattr(result.gm, name))
+        return result
 
     def _compile_parts(self, result: PassResult, graph: _Graph) -> Callable[..., Any]:
         parts = parts_of(result.gm, graph.parameter_of)
@@ -151,9 +152,7 @@ class TrainingBackend:
     def _compile_part(
         self, gm: fx.GraphModule, inputs: Sequence[Any], name: str, reads: Collection[int]
     ) -> Callable[..., Any]:
-        return self._waiting(self.compiler.compile(gm, inputs, f"{name} ({self._named(reads)})"), reads)
-
-    def _waiting(self, compiled: Callable[..., Any], reads: Collection[int]) -> Callable[..., Any]:
+        compiled = self.compiler.compile(gm, inputs, f"{name} ({self._named(reads)})")
         return await_before(compiled, reads, self.reducer_id)
 
     def _compile_whole(
@@ -177,21 +176,20 @@ class TrainingBackend:
         log.info("%s: %s, launched inside its backward", graph.name, number_of(len(graph.buckets), "bucket"))
 
         def insert_launches(backward: fx.GraphModule, is_inductors: bool) -> None:
-            dump = GraphDump(f"{graph.name} backward", graph.table)
             passes = (*BACKWARD_SPLIT, *FOR_INDUCTOR) if is_inductors else BACKWARD_SPLIT
-            result = run_pipeline(backward, ctx, passes, [dump])
+            result = run_pipeline(backward, ctx, passes, dump_buckets(f"{graph.name} backward", graph.table))
             reports[graph.number] = report._replace(declined=result.declined)
 
         def insert_waits(forward: fx.GraphModule) -> None:
-            dump = GraphDump(f"{graph.name} forward", graph.table)
-            run_pipeline(forward, replace(ctx, graph_name=dump.graph_name), WHOLE_FORWARD, [dump])
+            name = f"{graph.name} forward"
+            run_pipeline(forward, replace(ctx, graph_name=name), WHOLE_FORWARD, dump_buckets(name, graph.table))
 
         waits_inside, num_failures = gathers_parameters(self.reducer_id), len(self.compiler.failures)
         edit = GraphEdit(insert_launches, _cache_key(ctx, waits_inside), insert_waits if waits_inside else None)
         name = f"{graph.name} ({self._named(part.reads)})"
         compiled = self.compiler.compile(gm, graph.inputs, name, edit)
         if not waits_inside or len(self.compiler.failures) > num_failures:
-            compiled = self._waiting(compiled, part.reads)
+            compiled = await_before(compiled, part.reads, self.reducer_id)
         buckets = [tuple(gradient.index for gradient in bucket.gradients) for bucket in graph.buckets]
         return watch_parameters(compiled, graph.inputs, parameter_of_input, buckets, self.reducer_id)
 
@@ -300,5 +298,5 @@ class RegionBackend(EvaluationBackend):
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if torch_internals.loses_gradients_of_collectives(gm):
             raise _loses_gradients(f"{self.kind} {self.num_graphs}")
-        GraphDump(f"{self.kind} {self.num_graphs}", "those of all modules that share the graph").before_pipeline(gm)
+        dump_buckets(f"{self.kind} {self.num_graphs}", "those of all modules that share the graph")("graph before", gm)
         return super().__call__(gm, example_inputs)

@@ -1,4 +1,4 @@
-"""Graph dumps for ``TORCH_LOGS="ddp_graphs"`` and ``TORCH_TRACE``, made by observers around the passes."""
+"""Graph dumps for ``TORCH_LOGS="ddp_graphs"`` and ``TORCH_TRACE``."""
 
 from __future__ import annotations
 
@@ -33,30 +33,18 @@ def format_graph(gm: fx.GraphModule) -> str:
     return gm.print_readable(print_output=False, include_stride=False, include_device=False, colored=False).strip()
 
 
-class GraphDump:
-    """An observer that writes the table of buckets, each graph that a pass changed, and every partition."""
+def dump_graph(graph_name: str, heading: str, gm: fx.GraphModule) -> None:
+    """Write a graph that is observed around passes, or one of its partitions."""
+    _write(graph_name, heading, lambda: format_graph(gm))
 
-    def __init__(self, graph_name: str, bucket_table: str) -> None:
-        self.graph_name = graph_name
-        self.log = torch_internals.graphs_log()
-        self.bucket_table = bucket_table
 
-    def before_pipeline(self, gm: fx.GraphModule) -> None:
-        self._write("buckets", lambda: self.bucket_table)
-        self._write("graph before", lambda: format_graph(gm))
+def dump_buckets(graph_name: str, table: str) -> Callable[[str, fx.GraphModule], None]:
+    """Write the table of a graph's buckets; returns `dump_graph` for that graph."""
+    _write(graph_name, "buckets", lambda: table)
+    return functools.partial(dump_graph, graph_name)
 
-    def after_pass(self, name: str, gm: fx.GraphModule, num_changed: int) -> None:
-        if num_changed:
-            self._write(f"graph after {name}", lambda: format_graph(gm))
 
-    def after_pipeline(self, gm: fx.GraphModule) -> None:
-        for node in gm.graph.find_nodes(op="call_module"):
-            partition = gm.get_submodule(node.target)
-            if isinstance(partition, fx.GraphModule):
-                self._write(str(node.target), functools.partial(format_graph, partition))
-
-    def _write(self, heading: str, text: Callable[[], str]) -> None:
-        if self.log.isEnabledFor(logging.DEBUG):
-            self.log.debug("\n--- %s: %s ---\n%s", self.graph_name, heading, text())
-        name = f"ddp_compile_{self.graph_name}_{heading}".replace(" ", "_")
-        torch_internals.trace_artifact(name, text)
+def _write(graph_name: str, heading: str, text: Callable[[], str]) -> None:
+    if (log := torch_internals.graphs_log()).isEnabledFor(logging.DEBUG):
+        log.debug("\n--- %s: %s ---\n%s", graph_name, heading, text())
+    torch_internals.trace_artifact(f"ddp_compile_{graph_name}_{heading}".replace(" ", "_"), text)

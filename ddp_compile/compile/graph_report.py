@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -63,14 +63,3 @@ def parts_of(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> tuple[Graph
     first_nodes = [next(node.name for node in part.graph.nodes if node.op.startswith("call")) for part in partitions]
     parts = (GraphPart(reads(part), name) for part, name in zip(partitions, [None, *first_nodes[1:]], strict=True))
     return tuple(parts) if partitions else (GraphPart(reads(gm)),)
-
-
-def graphs_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:
-    """The graphs with several buckets that could not be cut anywhere."""
-    return [
-        report
-        for report in reports
-        if report.num_buckets > 1
-        and report.num_partitions == 1
-        and not (report.launches_in_backward and len(report.declined) < report.num_buckets)
-    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import Tensor
 from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, check_algorithm, refuse_gradients
 from ddp_compile.errors import RanksDifferError, ReplicationError, on_ranks, this_rank, with_article
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
-from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.buckets import step_watch
@@ -20,8 +19,11 @@ from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.comm.exchange import Exchange
 
+if TYPE_CHECKING:
+    from ddp_compile.module.replicate_state import ReplicateState
 
-def register_comm_hook(state: Replica, hook: CommHook) -> None:
+
+def register_comm_hook(state: ReplicateState, hook: CommHook) -> None:
     present = state.reducer.algorithm
     if not present.gives_way_to_comm_hook:
         refuse_if_excluded(Feature.COMM_HOOK, f"the {hook.name}", in_force(state, present))
@@ -31,7 +33,7 @@ def register_comm_hook(state: Replica, hook: CommHook) -> None:
 
 
 def set_comm_algorithm(
-    state: Replica, algorithm_config: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None
+    state: ReplicateState, algorithm_config: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None
 ) -> None:
     check_algorithm(algorithm_config)
     group, reducer = state.process_group, state.reducer

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ddp_compile.errors import ReplicationError, shorten_names, this_rank
 from ddp_compile.features.optimizer_in_backward import with_steps
-from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+
+if TYPE_CHECKING:
+    from ddp_compile.module.replicate_state import ReplicateState
 
 
 class Feature(Enum):
@@ -154,7 +156,7 @@ _FLAGS = {
 }
 
 
-def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:
+def in_force(state: ReplicateState, algorithm: CommAlgorithm) -> dict[Feature, str]:
     """The features that a replicated module has, or is to have with this algorithm, each as an error names it."""
     config, delayed = state.config, list(state.config.delayed.named)
     found = {feature: f"{name}=True" for feature, name in _FLAGS.items() if getattr(config, name)}

@@ -14,13 +14,11 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.features.replica import Replica
-from ddp_compile.report.explanation import Explanation
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import RankStep, Step, Transfer, union_length
 from ddp_compile.runtime.comm import error_messages
@@ -28,6 +26,9 @@ from ddp_compile.runtime.comm.host_clock import exchange_bytes, measure_offsets
 from ddp_compile.runtime.comm.process_groups import host_group
 from ddp_compile.runtime.comm.step_records import NO_RECORDS, RawStep, StepRecords
 from ddp_compile.runtime.comm.streams import work_blocks_host
+
+if TYPE_CHECKING:
+    from ddp_compile.module.replicate_state import ReplicateState
 
 #: How many steps a measurement without an end keeps.
 MOST_KEPT = 100
@@ -42,9 +43,7 @@ class Measurement:
 
     Args:
         replica: The state of the model; not kept alive, since users may keep the report for longer than the model.
-        model: Name of the model's class.
         steps: How many steps to record; None for any number.
-        explain: Returns what ``model.explain()`` says; must not keep the model alive.
 
     Raises:
         ValueError: ``steps`` is not a positive integer.
@@ -52,18 +51,24 @@ class Measurement:
         RanksDifferError: Another rank measures other steps, or none within the process group's timeout.
     """
 
-    def __init__(self, replica: Replica, model: str, steps: int | None, explain: Callable[[], Explanation]) -> None:
+    def __init__(self, replica: ReplicateState, steps: int | None) -> None:
         _refuse(replica, steps)
         reducer, group, device = replica.reducer, replica.process_group, replica.device
         first = reducer.iteration_number + reducer.is_within_iteration
         replica.monitor.agree_on_measurement(f"measure(steps={steps})", f" from iteration {first} on")
         self._replica = weakref.ref(replica)
-        self._model, self._steps, self._device, self._explain = model, steps, device, explain
+        self._steps, self._device = steps, device
         self._ranks, self._rank_in_group = dist.get_process_group_ranks(group), group.rank()
         self._report: StepReport | None = None
         self._is_over = False
         self._hosts: Any = host_group(group, device, own=False)
         self._offsets = _among_ranks(measure_offsets, *self._hosts)
+        this = weakref.ref(self)  # it owns the records, which must not keep it, and so a process group, alive
+
+        def exchange() -> None:
+            if (alive := this()) is not None:
+                alive.exchange()
+
         self._records = StepRecords(
             device,
             reducer.iteration_number,
@@ -71,7 +76,7 @@ class Measurement:
             steps,
             steps or MOST_KEPT,
             work_blocks_host(group, device),
-            _exchange_of(self),
+            exchange,
         )
         reducer.record_into(self._records)
 
@@ -155,7 +160,7 @@ class Measurement:
         assert plan is not None
         by_rank = list(zip(self._ranks, offsets, everyone, strict=True))
         self._report = StepReport(
-            model=self._model,
+            model=replica.model,
             algorithm=replica.reducer.algorithm.name,
             plan=plan,
             steps=tuple(
@@ -164,7 +169,7 @@ class Measurement:
             ),
             clock_error_s=sum(sorted(offset.error_ns for offset in offsets)[-2:]) / 1e9,
             device=self._device.type,
-            explanation=self._explain(),
+            explanation=replica.explain(),
         )
 
     def __enter__(self) -> Measurement:
@@ -179,7 +184,7 @@ class Measurement:
             self.abandon()
 
 
-def _refuse(replica: Replica, steps: int | None) -> None:
+def _refuse(replica: ReplicateState, steps: int | None) -> None:
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
         raise ValueError(
             f"{this_rank()}: measure(steps={steps!r}) must be an integer of at least 1, or None to record until stop()"
@@ -202,23 +207,12 @@ def _refuse(replica: Replica, steps: int | None) -> None:
         )
 
 
-def _refuse_between(replica: Replica, call: str) -> None:
+def _refuse_between(replica: ReplicateState, call: str) -> None:
     if not replica.reducer.is_between_steps:
         raise ReplicationError(
             f"{this_rank()}: {call} was called while a backward has not been completed; call it between two steps, on"
             " every rank"
         )
-
-
-def _exchange_of(measurement: Measurement) -> Callable[[], None]:
-    """Its exchange, without keeping it, and so a process group, alive: the records that it owns have this."""
-    reference = weakref.WeakMethod(measurement.exchange)
-
-    def exchange() -> None:
-        if (alive := reference()) is not None:
-            alive()
-
-    return exchange
 
 
 def _among_ranks(exchange: Callable[..., Result], *args: Any) -> Result:

@@ -13,19 +13,21 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ddp_compile import torch_internals
-from ddp_compile.compile.backend import EvaluationBackend, RegionBackend
-from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import RegionClasses
 from ddp_compile.errors import this_rank
-from ddp_compile.features.replica import Replica
-from ddp_compile.report.explanation import Region
+
+if TYPE_CHECKING:
+    from ddp_compile.compile.backend import EvaluationBackend, RegionBackend
+    from ddp_compile.compile.graph_compiler import GraphCompiler
+    from ddp_compile.module.replicate_state import ReplicateState
+    from ddp_compile.report.explanation import Region
 
 #: Called with each graph and its example inputs.
 Backend = Callable[..., Callable[..., Any]]
@@ -129,7 +131,7 @@ class CompiledRegions:
     def __init__(
         self,
         regions: Mapping[str, nn.Module],
-        state: Replica,
+        state: ReplicateState,
         compiler: GraphCompiler,
         settings: CompileSettings,
     ) -> None:
@@ -154,6 +156,8 @@ class CompiledRegions:
 
     def compile(self, regions: Mapping[str, nn.Module]) -> None:
         """Make these modules regions too. No region may be of their classes yet."""
+        from ddp_compile.compile.backend import EvaluationBackend, RegionBackend
+
         self._regions.update(regions)
         for cls, count in Counter(map(type, regions.values())).items():
             backends = self._backends[cls] = (
@@ -170,6 +174,8 @@ class CompiledRegions:
 
     def explain(self, *, compiled_only: bool = False) -> list[Region]:
         """For ``model.explain()``: one for each class, or only for classes with compiled code."""
+        from ddp_compile.report.explanation import Region
+
         found = []
         for cls, (training, evaluation) in self._backends.items():
             if compiled_only and not training.num_graphs + evaluation.num_graphs:
@@ -200,7 +206,7 @@ class _CompiledCalls:
     def __init__(
         self,
         backends: tuple[Backend, Backend],
-        state: weakref.ref[Replica],
+        state: weakref.ref[ReplicateState],
         settings: CompileSettings,
         num_modules: int | None,
     ) -> None:
@@ -216,7 +222,7 @@ class _CompiledCalls:
         state = self._state()
         if state is None:
             return self.eager
-        state.region_begins()
+        state.await_parameters()  # perhaps outside a forward of the module
         if state.runs_uncompiled:
             return self.eager
         if not torch.is_grad_enabled():

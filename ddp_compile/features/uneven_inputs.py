@@ -11,7 +11,7 @@ could not know of it. Meanwhile the ranks compare no fingerprints, since they do
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,11 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from ddp_compile import torch_internals
 from ddp_compile.features.compatibility import Feature, refuse_if_excluded
-from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
+
+if TYPE_CHECKING:
+    from ddp_compile.module.replicate_state import ReplicateState
 
 _inside: list[Any] = []  # the modules whose `JoinOne` this process is in
 
@@ -33,7 +35,7 @@ class UnevenInputs:
     Source: ``_DDPJoinHook`` of torch 2.13, nn/parallel/distributed.py.
     """
 
-    def __init__(self, state: Replica) -> None:
+    def __init__(self, state: ReplicateState) -> None:
         self.config: Any = torch_internals.disabled_join_config()
         self._state = state
         self._divides_by_initial_world_size = True

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ddp_compile.compile.graph_report import GraphReport, graphs_without_cut
+from torch.distributed import ProcessGroup
+
+from ddp_compile.compile.graph_report import GraphReport
 from ddp_compile.config import ReplicateConfig, caps_from_mib
 from ddp_compile.errors import number_of, this_rank
-from ddp_compile.module.launches import buckets_of_hooks, describe_launches
 from ddp_compile.passes.pipeline import Declined
-from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.plan.spec import BucketPlan, BucketSpec
 from ddp_compile.report.explanation import (
     Break,
+    BucketLaunch,
     Explanation,
     Failure,
     GraphExplanation,
@@ -26,26 +28,26 @@ from ddp_compile.torch_internals import GraphBreaks, UserLine
 if TYPE_CHECKING:
     from ddp_compile.module.replicate_state import ReplicateState
 
+#: Why a bucket that a compiled backward computes is launched by its hooks.
+TOO_EARLY = "another gradient came after it had been launched, or hooks see its gradients, so its hooks launch it"
 
-def explain(
-    state: ReplicateState, plan: BucketPlan, model: str, of_hooks: Mapping[int, str] | None = None
-) -> Explanation:
+
+def explain(state: ReplicateState, plan: BucketPlan, of_hooks: Mapping[int, str] | None = None) -> Explanation:
     """See `Explanation`.
 
     Args:
         state: The module's.
         plan: Its plan, or the plan so far.
-        model: The name of its class.
         of_hooks: As from `buckets_of_hooks`, which is called if it is None.
     """
     of_hooks = buckets_of_hooks(state) if of_hooks is None else of_hooks
     return Explanation(
-        model=model,
+        model=state.model,
         world_size=state.process_group.size(),
         algorithm=state.reducer.algorithm.name,
         settings=(*_settings(state.config, state.device.type), *state.compile_settings.chosen),
         plan=plan,
-        launches=describe_launches(state, plan, of_hooks),
+        launches=tuple(BucketLaunch(bucket.index, *_launch(state, bucket, of_hooks)) for bucket in plan.buckets),
         graphs=tuple(_explain_graph(report, plan) for report in state.backend.reports),
         regions=tuple(state.regions.explain(compiled_only=bool(state.breaks))),
         in_no_graph=_in_no_graph(state, plan),
@@ -53,6 +55,56 @@ def explain(
         sharding=tuple(state.reducer.algorithm.sharding.explain()),
         failures=tuple(Failure(*failure) for failure in state.compiler.failures),
     )
+
+
+def buckets_of_hooks(state: ReplicateState) -> dict[int, str]:
+    """The buckets that compiled backwards must leave to their hooks, and why."""
+    algorithm = state.reducer.algorithm
+    if not algorithm.traits.replayable:
+        return dict.fromkeys(
+            range(len(state.builder.propose().buckets)), f"the {algorithm.name} must not be called twice for a bucket"
+        )
+    return {index: TOO_EARLY for index, bucket in enumerate(state.reducer.buckets) if bucket.was_launched_too_early}
+
+
+def _launch(state: ReplicateState, bucket: BucketSpec, of_hooks: Mapping[int, str]) -> tuple[bool, str]:
+    """Whether a bucket is launched early, and where or why not."""
+    if state.process_group.size() == 1 and not state.reducer.algorithm.traits.beyond_group:
+        return False, "there is one rank, so nothing is sent"
+    if not state.backend.reports and not state.regions.num_training_graphs:
+        return False, "nothing has been compiled for training"
+    indices = {gradient.index for gradient in bucket.gradients}
+    report = next((r for r in reversed(state.backend.reports) if _gets_gradients(r, indices)), None)
+    if report is None:
+        in_region = not indices.isdisjoint(state.builder.region_of)
+        return True, "after the backward of a region" if in_region else "by hooks, as the gradients come"
+    # The backward of the first partition that reads a parameter of the bucket comes last.
+    first = next((i for i, part in enumerate(report.parts) if not indices.isdisjoint(part.reads)), 0)
+    if first > 0:
+        return True, "after the backward of a partition"
+    declined = _declined(report, indices)
+    if report.launches_in_backward and not declined and bucket.index not in of_hooks:
+        return True, "inside the compiled backward"
+    if bucket.frame:  # frames before this one have a backward to come
+        return True, "after the backward of a graph"
+    if len(report.parts) > 1 or len(report.buckets) == 1:
+        return False, "all gradients are there only when the backward of the graph ends"
+    if declined:
+        return False, declined
+    if not report.launches_in_backward:
+        return False, "the graph is not cut"
+    return False, of_hooks[bucket.index]
+
+
+def _declined(report: GraphReport, indices: set[int]) -> str:
+    """Why passes left a bucket to its hooks; empty if they did not."""
+    numbers = [bucket.index for bucket in report.buckets if not indices.isdisjoint(g.index for g in bucket.gradients)]
+    of_it = [declined for declined in report.declined if declined.bucket in numbers]
+    return "; ".join(f"it {declined.reason.removeprefix(f'bucket {declined.bucket} ')}" for declined in of_it)
+
+
+def _gets_gradients(report: GraphReport, indices: set[int]) -> bool:
+    return any(not indices.isdisjoint(g.index for g in bucket.gradients) for bucket in report.buckets)
 
 
 def _explain_graph(report: GraphReport, plan: BucketPlan) -> GraphExplanation:
@@ -90,7 +142,8 @@ def _source(line: UserLine | None) -> SourceLine | None:
 
 
 def _breaks(breaks: GraphBreaks) -> list[Break]:
-    return [Break(what, found.reason, SourceLine(*found.place)) for what, found in breaks.explain()]
+    first = breaks.first
+    return [Break("the first graph break", first.reason, SourceLine(*first.place))] if first is not None else []
 
 
 def _in_no_graph(state: ReplicateState, plan: BucketPlan) -> tuple[int, ...]:
@@ -119,32 +172,47 @@ def _argument(name: str, value: Any) -> str:
     return f"{name}={sorted(value) if name == 'parameters_to_ignore' else value!r}"
 
 
-def not_called() -> str:
-    return (
-        f"{this_rank()}: the module itself has not been called for training: gradients came through one of its"
-        " submodules or methods, or through module.forward. These are not compiled, and no buffers are broadcast"
-        " before them; call the module: model(x)"
-    )
+def without_overlap(state: ReplicateState, plan: BucketPlan, was_compiled: bool) -> str | None:
+    """A warning after the plan has been sealed: why no bucket is launched early, or not as many as could be.
+
+    Args:
+        was_compiled: Whether a forward with gradients ran compiled code.
+    """
+    # A reentrant checkpoint calls blocks without gradients first.
+    blocks_have_graphs = state.regions.num_graphs and (state.regions.num_training_graphs or not state.backend.reports)
+    if not was_compiled:
+        return None  # nothing could be, or the caller of `prepare_for_backward_of` decides what is
+    if not state.num_graphs:
+        return (
+            f"{this_rank()}: nothing was compiled: Dynamo made no graph of the module, so it runs"
+            f' eagerly.{_reasons(state.breaks)} TORCH_LOGS="graph_breaks,recompiles" says more'
+        )
+    if state.breaks and blocks_have_graphs:
+        blocks = "; ".join(map(str, state.regions.explain(compiled_only=True)))
+        return (
+            f"{this_rank()}: the module was not compiled as a whole: Dynamo leaves the code that calls blocks to"
+            f" Python, and each block is compiled by itself: {blocks}.{_reasons(state.breaks)} To compile that code as"
+            ' well, keep what breaks the graph out of the forward; TORCH_LOGS="graph_breaks" shows all breaks'
+        )
+    # Each region's backward brings its own gradients, however many regions there are.
+    if state.config.split != "none" and (state.breaks or not state.regions) and _needs_overlap(state.process_group):
+        return _all_at_once(plan, state.config.caps_bytes[-1], state.backend.reports)
+    return None
 
 
-def nothing_compiled(breaks: GraphBreaks) -> str:
-    return (
-        f"{this_rank()}: nothing was compiled: Dynamo made no graph of the module, so it runs"
-        f' eagerly.{_reasons(breaks)} TORCH_LOGS="graph_breaks,recompiles" says more'
-    )
+def _needs_overlap(process_group: ProcessGroup) -> bool:
+    return process_group.size() > 1
 
 
-def compiled_in_blocks(blocks: Sequence[str], breaks: GraphBreaks) -> str:
-    return (
-        f"{this_rank()}: the module was not compiled as a whole: Dynamo leaves the code that calls blocks to Python,"
-        f" and each block is compiled by itself: {'; '.join(blocks)}.{_reasons(breaks)} To compile that code as well,"
-        ' keep what breaks the graph out of the forward; TORCH_LOGS="graph_breaks" shows all breaks'
-    )
-
-
-def all_at_once(plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]) -> str | None:
+def _all_at_once(plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]) -> str | None:
     """A warning that no bucket can be launched early; None if some can."""
-    whole = graphs_without_cut(reports)
+    whole = [
+        report
+        for report in reports
+        if len(report.buckets) > 1
+        and len(report.parts) == 1
+        and not (report.launches_in_backward and len(report.declined) < len(report.buckets))
+    ]
     if not whole and not (plan.num_bytes > 2 * cap_bytes and (len(plan.buckets) == 1 or not reports)):
         return None
     declined = [f"{d.node}: {d.reason}" for report in whole for d in report.declined]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +18,17 @@ from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.errors import ReplicationError
 from ddp_compile.features.algorithm_switch import register_comm_hook, set_comm_algorithm
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
-from ddp_compile.features.measurement import Measurement
 from ddp_compile.features.uneven_inputs import JoinOne
-from ddp_compile.module.explanation import explain
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.report.explanation import Explanation
-from ddp_compile.report.steps import Step
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm
+
+if TYPE_CHECKING:
+    from ddp_compile.features.measurement import Measurement
+    from ddp_compile.report.explanation import Explanation
+    from ddp_compile.report.steps import Step
 
 STATE = "_ddp_compile_state"
 
@@ -361,12 +361,11 @@ class ReplicatedModule(nn.Module):
     @property
     def bucket_plan(self) -> BucketPlan:
         """The plan that the module reduces by. Until the first reduced backward seals it, the plan so far."""
-        builder = state_of(self).builder
-        return builder.sealed or builder.propose()
+        return state_of(self).plan
 
     def explain(self) -> Explanation:
         """See `ddp_compile.explain`."""
-        return explain(state_of(self), self.bucket_plan, original_class(type(self)).__name__)
+        return state_of(self).explain()
 
     def measure(self, steps: int | None = 20) -> Measurement:
         """Record when each bucket is ready, launched, transferred and waited for; see docs/look_inside.md.
@@ -390,15 +389,10 @@ class ReplicatedModule(nn.Module):
                 destroyed, or the algorithm's ranks do not wait for each other.
             RanksDifferError: Another rank measures other steps, or none within the process group's timeout.
         """
+        from ddp_compile.features.measurement import Measurement
+
         state = state_of(self)
-        alive = weakref.ref(self)
-
-        def explain_now() -> Explanation:
-            model = alive()
-            assert model is not None  # its backward is running, or stop() found it
-            return model.explain()
-
-        state.measurement = Measurement(state, original_class(type(self)).__name__, steps, explain_now)
+        state.measurement = Measurement(state, steps)
         return state.measurement
 
     def comm_stats(self) -> Step | None:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,17 @@ from torch import nn
 
 from ddp_compile import torch_internals
 from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
-from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, launches_in_backward
-from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank
 from ddp_compile.features.algorithm_switch import refuse_objection
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
-from ddp_compile.features.measurement import Measurement
 from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.features.regions import CompiledRegions, find_inner, find_regions, region_of_parameters
 from ddp_compile.features.replicated_buffers import ReplicatedBuffers
 from ddp_compile.features.uneven_inputs import UnevenInputs
 from ddp_compile.graph_ops import next_reducer_id, register_receiver
-from ddp_compile.module import explanation
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.saved_plan import SavedPlan, load_for
 from ddp_compile.plan.spec import BucketPlan
@@ -41,6 +37,10 @@ from ddp_compile.torch_internals import GraphBreaks
 from ddp_compile.validation.description import describe_gradients, describe_module
 from ddp_compile.validation.replicated_parameters import ReplicatedParameters
 from ddp_compile.validation.wrappers import refuse_wrapper_around
+
+if TYPE_CHECKING:
+    from ddp_compile.features.measurement import Measurement
+    from ddp_compile.report.explanation import Explanation
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,13 @@ class ReplicateState:
         algorithm_config: AlgorithmConfig,
         compile_settings: CompileSettings,
     ) -> None:
+        # Loaded with the first module, like Dynamo.
+        from ddp_compile.compile.backend import launches_in_backward
+        from ddp_compile.compile.graph_compiler import GraphCompiler
+
         regions = find_regions(module, config.regions)
         self.process_group, self.config, self.compile_settings = process_group, config, compile_settings
+        self.model = type(module).__name__
         self.requires_sync = True
         self.normalizes = False  # whether `normalize_by` has ever been called
         self.measurement: Measurement | None = None  # the last one
@@ -76,7 +81,7 @@ class ReplicateState:
         gradients = describe_gradients(module, self.reduced)
         saved = load_for(config.bucket_plan, gradients)
         self._agree(module, algorithm, in_backward, regions, saved)
-        self.monitor = DesyncMonitor(process_group, self.device, type(module).__name__)
+        self.monitor = DesyncMonitor(process_group, self.device, self.model)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )
@@ -127,12 +132,12 @@ class ReplicateState:
         saved: SavedPlan,
     ) -> None:
         """Check that all ranks have the same module and settings, and that no other module reduces these parameters."""
-        shared = ", ".join(self.parameters.shared_with_others()) or "none"
+        shared = self.parameters.shared_with_others()
         objection = algorithm.objection(self.reduced)
         description = [
             f"algorithm={algorithm.name}",
             f"objection of the algorithm to the parameters={objection or 'none'}",
-            f"parameters that another replicated module reduces={shared}",
+            f"parameters that another replicated module reduces={', '.join(shared) or 'none'}",
             f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
             f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
             f"modules that are compiled by themselves={', '.join(regions) or 'none'}",
@@ -143,11 +148,18 @@ class ReplicateState:
         refuse_objection(objection)
         if saved.error:
             raise ValueError(f"{this_rank()}: {saved.error}")
-        self.parameters.refuse_shared()
+        if shared:
+            raise ReplicationError(
+                f"{this_rank()}: another replicated module already reduces parameters of this module:"
+                f" {', '.join(shared)}. Each would average the other's means again. Call ddp_compile once on a module"
+                " that contains both, and let its forward choose; or unwrap() the other module first"
+            )
 
     def _compile_calls(
         self, module: nn.Module, compile_settings: CompileSettings, in_backward: bool, by_regions: bool
     ) -> None:
+        from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend
+
         config, numbers = self.config, {id(p): i for i, p in enumerate(self.reduced.values())}
         # Gradients that are not sent need not move, and gradients that may be added to must not.
         moves = config.static_graph and config.gradient_as_bucket_view and self.process_group.size() > 1
@@ -185,10 +197,15 @@ class ReplicateState:
         self.regions.compile(regions)
         self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
 
-    def region_begins(self) -> None:
-        """Called before Python calls a region, perhaps outside a forward of the module."""
-        self.await_parameters()
-        self.breaks.note_block()
+    @property
+    def plan(self) -> BucketPlan:
+        """The sealed plan, or the plan so far."""
+        return self.builder.sealed or self.builder.propose()
+
+    def explain(self) -> Explanation:
+        from ddp_compile.module.explanation import explain
+
+        return explain(self, self.plan)
 
     def describe(self) -> str:
         """The settings that are printed with the module."""
@@ -229,10 +246,10 @@ class ReplicateState:
         self.reducer.refuse_capture("a forward of a replicated module with gradients")
         source = self.uneven_inputs.forward_begins(module, self.requires_sync)
         self._prepare_for_backward(module)
-        num_graphs = self._num_graphs
+        num_graphs = self.num_graphs
         with self.reducer.algorithm.using_parameters(trains=True):
             outputs = self._call_with_gradients(module, args, kwargs, kind, source)
-        if self._num_graphs != num_graphs:
+        if self.num_graphs != num_graphs:
             # A parameter, for example its dtype, may have changed since the last check.
             self._refuse_changes(module)
         if self.requires_sync:
@@ -288,8 +305,7 @@ class ReplicateState:
     def _call_with_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, source: int
     ) -> Any:
-        backend = self.backend
-        num_runs, num_whole_runs = backend.num_runs, backend.num_whole_runs
+        runs = self.backend.runs = list[bool]()
         is_one_graph = self._has_waited = False
         try:
             # In evaluation mode too, as in DistributedDataParallel: ranks may be in different modes.
@@ -304,7 +320,7 @@ class ReplicateState:
                 self.await_before_python()
                 return self._call_evaluation(module, *args, **kwargs)
             outputs = self._call_training(module, *args, **kwargs)
-            is_one_graph = (backend.num_runs, backend.num_whole_runs) == (num_runs + 1, num_whole_runs + 1)
+            is_one_graph = runs == [True] and runs is self.backend.runs  # another one after a call inside this one
         except Exception:
             if self.requires_sync:
                 self.reducer.forward_raised()
@@ -359,13 +375,8 @@ class ReplicateState:
             self.parameters.refuse_changes(module)
 
     @property
-    def _num_graphs(self) -> int:
+    def num_graphs(self) -> int:
         return len(self.backend.reports) + self._evaluation_backend.num_graphs + self.regions.num_graphs
-
-    @property
-    def _blocks_have_graphs(self) -> bool:
-        # A reentrant checkpoint calls blocks without gradients first.
-        return self.regions.num_training_graphs > 0 or (self.regions.num_graphs > 0 and not self.backend.reports)
 
     def _kind_of_forward(self, module: nn.Module) -> str:
         if not torch.is_grad_enabled():
@@ -384,21 +395,18 @@ class ReplicateState:
         self.reducer.await_at_the_end(self.buffers.after_forward())
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
-        warning = None
-        if not self._num_with_gradients:
-            if not self.monitor.is_paused:  # inside ``Join``, without any input
-                warning = explanation.not_called()
-        elif not self._was_compiled:
-            return  # nothing could be, or the caller of `prepare_for_backward_of` decides what is
-        elif not self._num_graphs:
-            warning = explanation.nothing_compiled(self.breaks)
-        elif self.breaks and self._blocks_have_graphs:
-            warning = explanation.compiled_in_blocks(
-                list(map(str, self.regions.explain(compiled_only=True))), self.breaks
+        from ddp_compile.module.explanation import without_overlap
+
+        if self._num_with_gradients:
+            warning = without_overlap(self, plan, self._was_compiled)
+        elif self.monitor.is_paused:  # inside ``Join``, without any input
+            return
+        else:
+            warning = (
+                f"{this_rank()}: the module itself has not been called for training: gradients came through one of its"
+                " submodules or methods, or through module.forward. These are not compiled, and no buffers are"
+                " broadcast before them; call the module: model(x)"
             )
-        # Each region's backward brings its own gradients, however many regions there are.
-        elif self.config.split != "none" and (self.breaks or not self.regions) and _needs_overlap(self.process_group):
-            warning = explanation.all_at_once(plan, self.config.caps_bytes[-1], self.backend.reports)
         if warning is not None:
             log.warning("%s", warning)
 
@@ -416,7 +424,3 @@ def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
 
 def _nothing() -> None:
     return None
-
-
-def _needs_overlap(process_group: dist.ProcessGroup) -> bool:
-    return process_group.size() > 1

@@ -11,12 +11,11 @@ at the frame of such a function, because its code is marked as skipped.
 
 from __future__ import annotations
 
-import itertools
 import linecache
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,38 +30,21 @@ class GraphBreak(NamedTuple):
 
 
 class GraphBreaks:
-    """The graph breaks that made Dynamo leave parts of one module to Python."""
+    """Whether Dynamo left the code of one module to Python, and the graph break that made it do so."""
 
     def __init__(self) -> None:
         self._is_noted = False
-        self._first: GraphBreak | None = None
-        self._around_blocks: GraphBreak | None = None
-        self._compiled_before: Any = None  # metrics of the last frame before that break
+        self.first: GraphBreak | None = None  #: None if Dynamo has not said why
 
     def __bool__(self) -> bool:
         return self._is_noted
 
     def note_module(self) -> bool:
         """Python is about to run the module's own code, after a graph break; returns whether this is the first time."""
-        is_new, self._is_noted = not self._is_noted, True
-        if is_new:
-            self._first = _last_graph_break()
-            self._compiled_before = next(_latest_metrics(), None)
-        return is_new
-
-    def note_block(self) -> None:
-        """Called before Python calls a block, since Dynamo has given up the frame that calls it."""
-        if self._is_noted and self._around_blocks is None:
-            given_up = _last_frame_given_up(self._compiled_before)
-            is_other = given_up is not None and (self._first is None or given_up.reason != self._first.reason)
-            self._around_blocks = given_up if is_other else self._first
-
-    def explain(self) -> list[tuple[str, GraphBreak]]:
-        """What each of them is, for ``model.explain()``, and the break."""
-        found = {"the first graph break": self._first}
-        if self._around_blocks != self._first:
-            found["the graph break that makes Python call the blocks"] = self._around_blocks
-        return [(what, each) for what, each in found.items() if each is not None]
+        if self._is_noted:
+            return False
+        self._is_noted, self.first = True, _last_graph_break()
+        return True
 
 
 def tell_when_broken(call: Callable[..., Any], is_broken: Callable[[torch.nn.Module], None]) -> Callable[..., Any]:
@@ -119,24 +101,6 @@ def _last_graph_break() -> GraphBreak | None:
     frames = [(frame.filename, frame.lineno or 0) for frame in latest.user_stack]
     filename, line = [*frames[-1:], *(frame for frame in frames if is_of_users(frame[0]))][-1]
     return GraphBreak(_in_one_line(latest.reason), user_line(filename, line))
-
-
-def _latest_metrics() -> Iterator[Any]:
-    """Dynamo's metrics of the last 64 frames that it compiled or gave up, latest first."""
-    from torch._dynamo.utils import get_compilation_metrics
-
-    return reversed(get_compilation_metrics())
-
-
-def _last_frame_given_up(after: Any) -> GraphBreak | None:
-    """Why Dynamo gave up a frame after the one with these metrics; None if it gave up none."""
-    for metrics in itertools.takewhile(lambda metrics: metrics is not after, _latest_metrics()):
-        if metrics.fail_reason and metrics.co_filename:
-            filename, line = metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno
-            if filename is None or not is_of_users(filename):
-                filename, line = metrics.co_filename, metrics.co_firstlineno
-            return GraphBreak(_in_one_line(metrics.fail_reason), user_line(filename, line))
-    return None
 
 
 def _in_one_line(reason: str) -> str:

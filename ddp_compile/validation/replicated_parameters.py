@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.validation.wrappers import reducing_wrappers_inside
 
@@ -50,15 +49,6 @@ class ReplicatedParameters:
         if self._find_shared():
             gc.collect()  # frees modules that were dropped: their states are in cycles
         return self._find_shared()
-
-    def refuse_shared(self) -> None:
-        """Raise a ReplicationError if another replicated module reduces some of the parameters too."""
-        if shared := self.shared_with_others():
-            raise ReplicationError(
-                f"{this_rank()}: another replicated module already reduces parameters of this module:"
-                f" {', '.join(shared)}. Each would average the other's means again. Call ddp_compile once on a module"
-                " that contains both, and let its forward choose; or unwrap() the other module first"
-            )
 
     def register(self) -> None:
         """Record that the module is replicated."""

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import DDPCompileError, ReductionError
-from ddp_compile.report.steps import Kind
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.step_records import NoRecords
+from ddp_compile.runtime.comm.step_records import Kind, NoRecords
 
 
 class Reporter(Protocol):

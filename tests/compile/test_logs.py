@@ -17,7 +17,7 @@ from process_copies import run_in_copy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import ddp_compile.module.replicate_state as replicate_state
+import ddp_compile.module.explanation as explanation
 from ddp_compile import ddp_compile
 from ddp_compile.plan.spec import BucketPlan
 
@@ -91,7 +91,7 @@ def backward(model: Any, width: int = 64) -> None:
 @pytest.fixture
 def two_ranks_in_name_only(monkeypatch: pytest.MonkeyPatch, single_rank_group: None) -> None:
     """A single rank has nothing to overlap, so there is no warning; pretend to be one of two ranks."""
-    monkeypatch.setattr(replicate_state, "_needs_overlap", lambda process_group: True)
+    monkeypatch.setattr(explanation, "_needs_overlap", lambda process_group: True)
 
 
 class CheckpointedWhole(nn.Module):

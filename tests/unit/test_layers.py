@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -201,8 +203,32 @@ def arrows() -> dict[tuple[str, str], set[str]]:
 def test_folders_import_from_lower_layers_only() -> None:
     assert {folder_of(module) for module in TREES} == set(LAYER_OF)
     upward = {pair: modules for pair, modules in arrows().items() if LAYER_OF[pair[0]] <= LAYER_OF[pair[1]]}
-    # For type checkers; `test_the_core_does_not_load_the_extension` is about run time.
-    assert upward == {("algorithms", "extension of algorithms"): {"ddp_compile.algorithms"}}
+    # For type checkers; `test_the_core_loads_no_extension` is about run time.
+    features = {"algorithm_switch", "compatibility", "measurement", "regions", "uneven_inputs"}
+    assert upward == {
+        ("algorithms", "extension of algorithms"): {"ddp_compile.algorithms"},
+        ("features", "module"): {f"ddp_compile.features.{name}" for name in features},  # the state of a module
+    }
+
+
+def imported_at_load(node: ast.AST) -> Iterator[str]:
+    """What a file imports when it is imported itself: not in functions, and not for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom):  # from a package: one of its files, or a name
+            files = (f"{child.module}.{alias.name}" for alias in child.names)
+            yield from (file if file in TREES else str(child.module) for file in files)
+        elif isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.If) and dotted_name(child.test) == "TYPE_CHECKING":
+            yield from imported_at_load(ast.Module(child.orelse, []))
+        elif not isinstance(child, ast.FunctionDef):
+            yield from imported_at_load(child)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    imports = {module: set(imported_at_load(tree)) & (set(TREES) - {"ddp_compile"}) for module, tree in TREES.items()}
+    assert "ddp_compile.runtime.reducer" in imports["ddp_compile.module.replicate_state"]
+    graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError that names the files
 
 
 def test_passes_and_runtime_never_import_each_other() -> None:
@@ -358,10 +384,50 @@ def test_private_names_are_where_they_are_asked_for() -> None:
     assert {name for name in names if not exists(name)} == missing
 
 
-def test_the_core_does_not_load_the_extension() -> None:
-    program = "import sys, ddp_compile, ddp_compile.algorithms; print(*sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, check=True)
-    assert EXTENSION & set(printed.stdout.decode().split()) == set()
+#: What the core imports at first use only. `ddp_compile.report.explanation` belongs to the core.
+EXTENSIONS = {
+    "sharded optimizers": {"runtime.sharded", "sharded_optimizer"},
+    "measuring and reports": {"features.measurement", "report", "runtime.comm.host_clock"},
+    "planning and commands": {"commands", "plan.costs", "plan.optimum", "plan.scenarios", "plan.schedule"},
+    "algorithms": {name.removeprefix("ddp_compile.") for name in EXTENSION},
+    "integrations": {"integrations"},
+    "bench": {"bench"},
+    "fakes of `python -m ddp_compile explain`": {"torch_internals.fake_training"},
+    "CUDA": {"kernels.cuda"},
+}
+TRAINING = """
+import sys
+import torch
+import torch.distributed as dist
+import ddp_compile
+import ddp_compile.algorithms
+print(*sys.modules)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = ddp_compile.ddp_compile(torch.nn.Sequential(torch.nn.Linear(2, 2)), backend="aot_eager")
+model(torch.ones(1, 2)).sum().backward()
+torch.optim.SGD(model.parameters()).step()
+print(*sys.modules)
+dist.destroy_process_group()
+"""
+
+
+def test_the_core_loads_no_extension() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    printed = subprocess.check_output([sys.executable, "-c", TRAINING], env=environment, text=True)
+    imported, trained = ({name for name in line.split() if name in TREES} for line in printed.splitlines())
+    assert len(imported) <= 110
+    assert "ddp_compile.passes.forward.split_forward" in trained
+    core = {"ddp_compile.report", "ddp_compile.report.explanation"}
+    layers = {f"ddp_compile.{name}" for names in EXTENSIONS.values() for name in names}
+    assert all(below(layer) for layer in layers)
+    assert {layer: loaded for layer in layers if (loaded := reaches(trained - core, layer))} == {}
+
+
+def test_names_of_extensions_are_imported_at_their_first_use() -> None:
+    program = "from ddp_compile import *; print(shard_optimizer.__module__); import ddp_compile; ddp_compile.shard"
+    done = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.stdout.strip() == "ddp_compile.sharded_optimizer"
+    assert "AttributeError: module 'ddp_compile' has no attribute 'shard'" in done.stderr
 
 
 def test_an_extension_imports_the_public_names_only() -> None:
