@@ -191,17 +191,6 @@ class GraphModule(torch.nn.Module):
     )
 
 
-def test_explain_says_that_buckets_are_launched_inside(whole_model: nn.Module) -> None:
-    _, text = str(whole_model.explain()).split("\ngraph 0: ")
-    assert_expected_inline(
-        re.sub(r"/.*/(test_graph_dumps.py):\d+", r"\1:n", text),
-        """\
-2 buckets, launched inside its backward
-  at output: bucket 1 is ready when the graph ends
-    test_graph_dumps.py:n  x = torch.tanh(layer(x))""",
-    )
-
-
 class Lines(nn.Module):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -233,3 +222,9 @@ def test_nothing_is_written_while_the_logger_is_off(single_rank_group: None) -> 
         model = ddp_compile(MLP(), bucket_cap_mb=1e-4, backend="eager")
         model(torch.randn(5, 8)).sum().backward()
     assert messages == []
+
+
+def test_split_none_cuts_nothing(single_rank_group: None) -> None:
+    model = ddp_compile(MLP(), bucket_cap_mb=1e-5, backend="eager", split="none")
+    model(torch.randn(5, 8)).sum().backward()
+    assert "graph 0: 6 buckets, 1 partition" in str(model.explain())
