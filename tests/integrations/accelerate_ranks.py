@@ -6,14 +6,13 @@ import copy
 import itertools
 import os
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import hugging_face
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_compile import ReplicationError, is_replicated, shard_optimizer
@@ -63,16 +62,9 @@ class Step(NamedTuple):
     norm: float
 
 
-def prepare(ours: bool, scaled: bool = False, **settings: Any) -> Run:
-    """A small model and five batches for each rank, after the last of which a step has one instead of two.
-
-    With ``scaled`` in float16 with a GradScaler, whose first gradients overflow. Accelerate makes one on GPUs only.
-    """
+def prepare(ours: bool, **settings: Any) -> Run:
+    """A small model and five batches for each rank, after the last of which a step has one instead of two."""
     accelerator = new_accelerator(**settings)
-    if scaled:
-        accelerator.native_amp = True
-        accelerator.state._mixed_precision = "fp16"
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
     if ours:
         use(accelerator, **SETTINGS)
     model = new_model()
@@ -141,29 +133,6 @@ def shard_and_go_on(folder: str) -> tuple[list[float], list[float]]:
     run.accelerator.save_state(folder)
     (run := prepare_sharded()).accelerator.load_state(folder)
     return whole, first + losses(run, first=2)
-
-
-def join_both() -> list[tuple[list[float], Tensor]]:
-    """Losses on a rank that has one batch more than the other, and the weights, with both."""
-    results = []
-    for ours in (True, False):
-        accelerator = new_accelerator()
-        if ours:
-            use(accelerator, **SETTINGS)
-        model = new_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(30), batch_size=6))
-        losses = []
-        # What Accelerate asks before it joins; it is so on GPUs only.
-        on_gpus = patch.object(type(accelerator), "multi_device", True)
-        with on_gpus, accelerator.join_uneven_inputs([model], even_batches=False):
-            for x, y in loader:
-                losses.append(nn.functional.cross_entropy(model(x), y))
-                accelerator.backward(losses[-1])
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append(([loss.item() for loss in losses], accelerator.get_state_dict(model)["0.weight"].clone()))
-    return results
 
 
 def look_at_models(folder: str) -> None:

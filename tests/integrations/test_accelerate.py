@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
-import sys
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hugging_face import call
 from in_ci import only
-from process_copies import run_in_copy
 from rank_pool import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
@@ -24,7 +20,7 @@ def assert_close(steps: list[Any], expected: list[Any]) -> None:
     """Losses and norms are equal to rounding."""
     assert len(steps) == len(expected)
     for step, other in zip(steps, expected, strict=True):
-        assert tuple(step) == pytest.approx(tuple(other), rel=2e-6, nan_ok=True)
+        assert tuple(step) == pytest.approx(tuple(other), rel=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -36,14 +32,6 @@ def test_training_is_that_of_ddp(precision: str, compiled: bool, ranks: Ranks) -
         assert [step.norm > 0.05 for step in ours] == [False, True, False, True, True], "clipped, but in between"
         assert_close(ours, ddp)
         assert ("graph 0: 2 buckets, 2 partitions" in explained) == compiled, explained
-
-
-def test_a_scaler_skips_what_it_skips_with_ddp(ranks: Ranks) -> None:
-    settings = {"scaled": True, "gradient_accumulation_steps": 2}
-    for ours, ddp, _ in ranks(2).run(call, "accelerate_ranks.train_both", settings):
-        norms = [step.norm for step in ours if step.norm != 0]
-        assert not math.isfinite(norms[0]) and math.isfinite(norms[-1])
-        assert_close(ours, ddp)
 
 
 @pytest.mark.parametrize("precision", only(["no"], ["no", "bf16"]))
@@ -67,14 +55,6 @@ def test_what_is_prepared_once_stays_so(ranks: Ranks) -> None:
 def test_an_optimizer_may_be_sharded_after_prepare(tmp_path: Path, ranks: Ranks) -> None:
     for whole, sharded in ranks(2).run(call, "accelerate_ranks.shard_and_go_on", str(tmp_path)):
         assert len(whole) == 5 and sharded == pytest.approx(whole, rel=2e-6)
-
-
-def test_uneven_inputs_may_be_joined(ranks: Ranks) -> None:
-    per_rank = ranks(2).run(call, "accelerate_ranks.join_both")
-    assert [len(losses) for (losses, _), _ in per_rank] == [3, 2]
-    for (losses, weights), (expected, expected_weights) in per_rank:
-        assert losses == pytest.approx(expected, rel=2e-6)
-        torch.testing.assert_close(weights, expected_weights)
 
 
 def test_communication_is_logged_with_what_a_script_logs(ranks: Ranks) -> None:
@@ -111,14 +91,3 @@ def test_the_example_trains(ranks: Ranks) -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 3 and losses == sorted(losses, reverse=True)
     assert of_other == ""
-
-
-def test_the_package_imports_no_framework() -> None:
-    ended = run_in_copy(import_the_package)
-    assert ended.exit_code == 0, ended.stderr
-
-
-def import_the_package() -> None:
-    import ddp_compile  # noqa: F401
-
-    assert not {"accelerate", "transformers", "peft"} & sys.modules.keys()

@@ -62,22 +62,6 @@ def test_manual_optimization_is_that_of_ddp(ranks: Ranks) -> None:
         assert found["kinds"] == ({"_Steps"}, {"DistributedDataParallel"})
 
 
-COMPILED = [
-    {"split": "backward", "backend": "aot_eager"},
-    {"split": "forward", "backend": "aot_eager"},
-    {"backend": "inductor"},
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("settings", COMPILED, ids=str)
-def test_training_is_that_of_ddp_however_it_is_compiled(settings: dict[str, Any], ranks: Ranks) -> None:
-    for found in ranks(2).run(
-        call, "lightning_ranks.differences", "Net", settings, {}, compiled=True, accumulate_grad_batches=2
-    ):
-        assert max(found["differences"].values()) < 1e-4, found
-
-
 def test_a_resumed_run_is_one_without_a_stop(ranks: Ranks, tmp_path: Path) -> None:
     for is_equal, is_plain, difference in ranks(2).run(call, "lightning_ranks.resume", tmp_path):
         assert is_equal and is_plain and difference < 1e-6
