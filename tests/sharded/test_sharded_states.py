@@ -6,7 +6,6 @@ import copy
 import math
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -110,18 +109,6 @@ def test_what_a_checkpoint_holds_is_what_an_unsharded_one_does(ranks: Ranks, tmp
                 assert not unequal(found, through)
     for found in ranks(3).run(load, paths[True], True):
         assert not unequal(found, through, tolerance=1e-4)
-
-
-def save_with_shards_of_single_elements(path: str) -> Any:
-    """As versions did whose shards began at any element on NCCL."""
-    with patch("ddp_compile.runtime.sharded.transfers.PADDED_ALIGNMENT_BYTES", 4):
-        return save(path, True)
-
-
-def test_shards_may_have_begun_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
-    through, _ = ranks(2).run(save_with_shards_of_single_elements, str(tmp_path))[0]
-    for found in ranks(2).run(load, str(tmp_path), True):
-        assert not unequal(found, through, tolerance=1e-6)
 
 
 @torch.compiler.set_stance("force_eager")
