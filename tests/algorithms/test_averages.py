@@ -318,7 +318,7 @@ def test_step_after_its_exchange_is_refused(config: AlgorithmConfig) -> None:
 
 @pytest.mark.parametrize("name", only(["low precision"], ALGORITHMS))
 @on_ranks(2)
-def test_skipped_steps_and_clipping_keep_ranks_together(name: str, split: str) -> None:
+def test_skipped_steps_keep_ranks_together(name: str, split: str) -> None:
     ends = []
     for backend in ("eager", "aot_eager"):
         model, optimizer = make_model(ALGORITHMS[name], backend=backend, split=split, find_unused_parameters=True)
@@ -368,7 +368,7 @@ def test_compiled_and_fused_steps_are_noticed() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_parameters_are_averaged_in_place_after_a_closure() -> None:
+def test_averaging_in_place_after_a_closure() -> None:
     torch.manual_seed(0)
     model: Any = ddp_compile(Mlp(17, 4), algorithm=LocalSGD(period=1), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

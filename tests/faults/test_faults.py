@@ -94,7 +94,7 @@ def test_what_passes_in_time_changes_nothing(
 @needs_own_network
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
-def test_a_link_that_is_cut_for_longer_than_the_timeout(
+def test_link_cut_for_longer_than_timeout(
     way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
 ) -> None:
     expected = losses_of(way, undisturbed, tmp_path)

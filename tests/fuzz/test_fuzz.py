@@ -108,7 +108,7 @@ LOADED = ShardedRecipe(
 )
 
 
-def test_sharded_optimizers_train_as_others_bit_for_bit(ranks: Ranks) -> None:
+def test_sharded_optimizers_step_bit_for_bit(ranks: Ranks) -> None:
     recipes = [LOADED, CLIPPED, *map(sharded_recipe_of, range(NUM_SHARDED_CASES_IN_CI))]
     verdicts = judge_on(ranks(2), recipes, judge_sharded)
     failed = [(recipe, v.detail) for recipe, v in zip(recipes, verdicts, strict=True) if v.outcome != PASSED]
@@ -184,7 +184,7 @@ def test_a_wrong_scale_is_found_and_made_smaller(ranks: Ranks) -> None:
     assert "0 train: gradient of first.weight" in verdict.detail
 
 
-def test_a_recipe_is_made_of_its_seed_alone_and_prints_as_python() -> None:
+def test_recipe_is_made_of_its_seed() -> None:
     recipes = [recipe_of(seed) for seed in range(50)]
     assert recipes == [recipe_of(seed) for seed in range(50)]
     assert [eval(repr(recipe), {"Recipe": Recipe, "Block": Block}) for recipe in recipes] == recipes

@@ -57,7 +57,7 @@ def test_an_optimizer_may_be_sharded_after_prepare(tmp_path: Path, ranks: Ranks)
         assert len(whole) == 5 and sharded == pytest.approx(whole, rel=2e-6)
 
 
-def test_communication_is_logged_with_what_a_script_logs(ranks: Ranks) -> None:
+def test_communication_is_logged(ranks: Ranks) -> None:
     (before, *after), on_rank_1 = ranks(2).run(call, "accelerate_ranks.log_communication")
     assert on_rank_1 == [], "Accelerate logs on the main process"
     assert before == {"loss": 1.0} and len(after) == 2
@@ -77,11 +77,11 @@ def test_a_sync_may_be_triggered_after_forwards(ranks: Ranks) -> None:
     assert max(ranks(2).run(call, "accelerate_ranks.trigger_sync_in_both")) < 1e-6
 
 
-def test_what_cannot_train_is_an_error_on_every_rank(ranks: Ranks) -> None:
+def test_refused_accelerators_and_models(ranks: Ranks) -> None:
     assert ranks(2).run(call, "accelerate_refusals.refused_otherwise") == [[], []]
 
 
-def test_a_model_with_such_names_of_its_own_is_accumulated_and_given_back(ranks: Ranks) -> None:
+def test_model_with_its_own_no_sync(ranks: Ranks) -> None:
     for is_own, is_plain in ranks(2).run(call, "accelerate_ranks.accumulate_with_names_itself"):
         assert is_own and is_plain
 

@@ -47,11 +47,11 @@ def test_a_checkpoint_goes_on_as_without_a_stop(tmp_path: Path, ranks: Ranks) ->
         assert_close(ddp, whole)
 
 
-def test_one_trainer_evaluates_trains_twice_saves_and_generates(tmp_path: Path, ranks: Ranks) -> None:
+def test_trainer_trains_twice_and_generates(tmp_path: Path, ranks: Ranks) -> None:
     ranks(2).run(call, "trainer_ranks.train_twice_and_generate", str(tmp_path))
 
 
-def test_accelerators_that_trainer_makes_later_replicate_as_well(tmp_path: Path, ranks: Ranks) -> None:
+def test_later_accelerators_replicate(tmp_path: Path, ranks: Ranks) -> None:
     assert ranks(2).run(call, "trainer_ranks.search", str(tmp_path)) == [[True, True]] * 2
 
 

@@ -72,7 +72,7 @@ def test_a_line_without_a_reason_is_refused(line: str, tmp_path: Path) -> None:
         read_list(file)
 
 
-def test_tests_are_found_by_what_their_helpers_name() -> None:
+def test_tests_are_found_by_their_helpers() -> None:
     assert reaches_ddp(TEST_CLASS, "Tests") == ["test_by_helper"]
 
 

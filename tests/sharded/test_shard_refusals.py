@@ -276,7 +276,7 @@ def test_a_gradient_that_is_never_reduced() -> None:
 @pytest.mark.parametrize("is_local", [False, True])
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_a_forward_between_backward_and_step_hides_no_error(is_local: bool) -> None:
+def test_forward_between_backward_and_step(is_local: bool) -> None:
     model, optimizer = make()
     loss_of(model(batch(0))).backward()
     with model.no_sync() if is_local else nullcontext():

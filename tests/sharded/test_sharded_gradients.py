@@ -46,7 +46,7 @@ def after_a_compiled_forward(split: str) -> list[str]:
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
-def test_gradients_stay_hidden_after_a_forward_that_has_no_backward_yet(ranks: Ranks, split: str) -> None:
+def test_gradients_stay_hidden_after_a_forward(ranks: Ranks, split: str) -> None:
     for rank, said in enumerate(ranks(2).run(after_a_compiled_forward, split)):
         assert len(said) == 3 * 2 * 3
         for text in said:
@@ -68,5 +68,5 @@ def stepped_without_the_model() -> tuple[bool, bool, bool]:
     return algorithm() is None, equal_on_all_ranks(after), bool((before != after).any())
 
 
-def test_an_optimizer_steps_after_its_model_is_gone(ranks: Ranks) -> None:
+def test_step_after_the_model_is_gone(ranks: Ranks) -> None:
     assert ranks(2).run(stepped_without_the_model) == [(True, True, True)] * 2

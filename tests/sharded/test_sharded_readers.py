@@ -84,7 +84,7 @@ def read_after_a_forward_that_fails() -> tuple[int, bool]:
     return under_way, equal_on_all_ranks(torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
-def test_parameters_are_complete_after_a_forward_that_fails_early(ranks: Ranks) -> None:
+def test_reads_after_an_early_failure(ranks: Ranks) -> None:
     for under_way, is_equal in ranks(2).run(read_after_a_forward_that_fails):
         assert under_way > 0
         assert is_equal
@@ -122,7 +122,7 @@ def read_in_a_forked_child() -> tuple[list[str], bool]:
     return said, equal_on_all_ranks(held.detach().flatten())
 
 
-def test_a_forked_child_is_told_that_parameters_will_not_come(ranks: Ranks) -> None:
+def test_reads_in_a_forked_child_are_refused(ranks: Ranks) -> None:
     for rank, (said, is_equal) in enumerate(ranks(2).run(read_in_a_forked_child)):
         for text in said:
             assert f"ReplicationError: rank {rank}: a parameter is read in a process that was forked" in text

@@ -103,7 +103,7 @@ def stale_readers(way: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["noticed", "await_parameters", "overlap=False"])
-def test_parameters_that_are_read_after_a_step_are_complete(ranks: Ranks, way: str) -> None:
+def test_reads_after_a_step_are_complete(ranks: Ranks, way: str) -> None:
     assert ranks(2).run(stale_readers, way) == [[], []]
 
 
@@ -133,13 +133,13 @@ def waits_of_calls() -> list[str]:
     return waiting
 
 
-def test_the_places_that_wait_are_those_that_are_documented(ranks: Ranks) -> None:
+def test_documented_calls_wait(ranks: Ranks) -> None:
     waiting = ["parameters", "named_parameters", "state_dict", "load_state_dict", "deepcopy", "pickle"]
     expected = [*waiting, "await_parameters", "optimizer.state_dict"]
     assert ranks(2).run(waits_of_calls) == [expected, expected]
 
 
-def test_awaiting_parameters_does_nothing_without_a_sharded_optimizer(ranks: Ranks) -> None:
+def test_await_parameters_without_shards(ranks: Ranks) -> None:
     assert ranks(1).run(await_without_shards) == [None]
 
 
@@ -190,7 +190,7 @@ def differing_ways() -> list[str]:
         return [w for w in ways if not all(map(torch.equal, trained_in_parts(True, w), trained_in_parts(False, w)))]
 
 
-def test_what_python_runs_of_a_forward_sees_complete_parameters(ranks: Ranks) -> None:
+def test_eager_code_sees_complete_parameters(ranks: Ranks) -> None:
     assert ranks(2).run(differing_ways) == [[], []]
 
 
@@ -225,7 +225,7 @@ def forward_in_order(backend: str, split: str) -> list[int | str]:
         [("aot_eager", "forward"), ("aot_eager", "backward"), ("inductor", "backward")],
     ),
 )
-def test_a_forward_waits_for_parameters_where_it_reads_them(ranks: Ranks, backend: str, split: str) -> None:
+def test_forward_waits_before_each_read(ranks: Ranks, backend: str, split: str) -> None:
     for found in ranks(2).run(forward_in_order, backend, split):
         num_buckets = int(found[0]) + 1
         assert num_buckets > 2
@@ -243,7 +243,7 @@ def profiled_until_after_a_step() -> list[str]:
     return sorted({event.name for event in profile.events() if "send" in event.name or "recv" in event.name})
 
 
-def test_a_profiler_that_stops_after_a_step_has_not_seen_its_messages(ranks: Ranks) -> None:
+def test_profiler_does_not_see_messages(ranks: Ranks) -> None:
     """See `unprofiled_messages`."""
     assert ranks(2).run(profiled_until_after_a_step) == [[], []]
 

@@ -97,7 +97,7 @@ def load(path: str, sharded: bool) -> Any:
     return values_of(model), optimizer.state_dict()
 
 
-def test_what_a_checkpoint_holds_is_what_an_unsharded_one_does(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_are_those_without_shards(ranks: Ranks, tmp_path: Path) -> None:
     paths = {sharded: str(tmp_path / str(sharded)) for sharded in (True, False)}
     saved = {sharded: ranks(2).run(save, path, sharded) for sharded, path in paths.items()}
     (through, own_bytes), (_, other_bytes) = saved[True]
@@ -131,7 +131,7 @@ def load_into_new_run(path: str, kind: str, sharded: bool) -> Any:
     return (values_of(model), optimizer.state_dict()), loaded
 
 
-def test_a_new_run_loads_by_names_before_there_are_pieces(ranks: Ranks, tmp_path: Path) -> None:
+def test_new_run_loads_a_checkpoint_by_names(ranks: Ranks, tmp_path: Path) -> None:
     for kind in ("adamw", "sgd, nesterov"):
         path = str(tmp_path / kind)
         through = ranks(2).run(save, path, True, kind)[0][0]
