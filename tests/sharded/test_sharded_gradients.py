@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import loss_of
 from oracle import batch, equal_on_all_ranks, make, said_by
-from rank_pool import RankPool
+from rank_pool import on_ranks
 from torch import nn
 
-Ranks = Callable[[int], RankPool]
 
-
-def after_a_compiled_forward(split: str) -> list[str]:
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@on_ranks(2)
+def test_gradients_stay_hidden_after_a_forward(split: str) -> None:
     """Between backward and step, in ``no_sync()`` too: what a user's code does that has forgotten the shards."""
     torch._dynamo.reset()
     model, optimizer = make("sgd", backend="aot_eager", split=split)
@@ -42,19 +43,15 @@ def after_a_compiled_forward(split: str) -> list[str]:
             loss_of(model(batch(2))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return said
+    assert len(said) == 3 * 2 * 3
+    for text in said:
+        assert f"ReplicationError: rank {dist.get_rank()}: " in text
+        assert "Clip with model.clip_grad_norm_(max_norm)" in text
 
 
-@pytest.mark.parametrize("split", ["forward", "backward"])
-def test_gradients_stay_hidden_after_a_forward(ranks: Ranks, split: str) -> None:
-    for rank, said in enumerate(ranks(2).run(after_a_compiled_forward, split)):
-        assert len(said) == 3 * 2 * 3
-        for text in said:
-            assert f"ReplicationError: rank {rank}: " in text and "Clip with model.clip_grad_norm_(max_norm)" in text
-
-
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def stepped_without_the_model() -> tuple[bool, bool, bool]:
+def test_step_after_the_model_is_gone() -> None:
     """A GradScaler asks for the gradients of an optimizer whose model is gone."""
     model, optimizer = make("sgd")
     held, scaler = list(model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -65,8 +62,5 @@ def stepped_without_the_model() -> tuple[bool, bool, bool]:
     gc.collect()
     scaler.step(optimizer)
     after = torch.cat([p.detach().flatten() for p in held])
-    return algorithm() is None, equal_on_all_ranks(after), bool((before != after).any())
-
-
-def test_step_after_the_model_is_gone(ranks: Ranks) -> None:
-    assert ranks(2).run(stepped_without_the_model) == [(True, True, True)] * 2
+    assert algorithm() is None
+    assert equal_on_all_ranks(after) and (before != after).any()
