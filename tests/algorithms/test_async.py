@@ -165,25 +165,6 @@ def test_lone_forwards_hold_nobody_up() -> None:
     assert is_same_everywhere(flat_of(model)) and algorithm.num_rounds > 0
 
 
-def trains_while_the_other_waits(algorithm: Any) -> int:
-    """Rank 0 takes all its steps before rank 1 takes its second one."""
-    model = make_model(algorithm, backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    store = dist.distributed_c10d._get_default_store()
-    for step in range(20 if dist.get_rank() == 0 else 2):
-        if dist.get_rank() == 1 and step == 1:
-            store.wait(["rank 0 has ended"])
-        train(model, optimizer, step)
-    if dist.get_rank() == 0:
-        store.set("rank 0 has ended", "")
-    model.comm_algorithm.abort()
-    return model.comm_algorithm.num_steps
-
-
-def test_no_rank_waits_for_another(ranks: Ranks) -> None:
-    assert ranks(2).run(trains_while_the_other_waits, OFTEN) == [20, 2]
-
-
 def goes_on_without_a_peer() -> str:
     model = make_model(OFTEN, backend="eager")
     backward(model, 0)

@@ -24,7 +24,6 @@ from models import (
 from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
@@ -41,9 +40,9 @@ Hook = Callable[..., Any]
 WIDTH, NUM_LAYERS, CAP_MB, NUM_STEPS = 33, 4, 0.004, 5
 
 
-def power_sgd(hook: Hook, **settings: Any) -> tuple[Any, Hook]:
+def power_sgd(hook: Hook) -> tuple[Any, Hook]:
     """Compresses from the third step on, so that error feedback and warm start act in the fourth."""
-    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **settings), hook
+    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), hook
 
 
 QUANTIZES_ON_GLOO = torch.__version__ >= "2.15"  # compared by release
@@ -84,16 +83,9 @@ HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "allreduce": lambda: (None, default_hooks.allreduce_hook),
     "fp16": lambda: (None, default_hooks.fp16_compress_hook),
     "bf16": lambda: (None, default_hooks.bf16_compress_hook),
-    "fp16 wrapper": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "bf16 wrapper": lambda: (None, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),
     "power": lambda: power_sgd(powerSGD_hook.powerSGD_hook),
-    "power in batches": lambda: power_sgd(powerSGD_hook.powerSGD_hook, batch_tensors_with_same_shape=True),
-    "power from nothing": lambda: power_sgd(
-        powerSGD_hook.powerSGD_hook, use_error_feedback=False, warm_start=False, matrix_approximation_rank=3
-    ),
     "fp16 power": lambda: power_sgd(default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
     "post local": post_local_sgd,
-    "noop": lambda: (None, debugging_hooks.noop_hook),
     "other tensor": lambda: (None, other_tensor),
     "resizing": lambda: (None, resizing),
     "object": lambda: ({}, Counting()),

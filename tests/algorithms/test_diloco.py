@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +15,11 @@ import torch.distributed as dist
 from averages import Simulation, batch, error_of, make_adamw, make_model, train_step
 from beside import flat_of, is_same_everywhere, of_all_ranks
 from in_ci import only
-from models import Mlp, loss_of
 from rank_pool import on_ranks
 from torch import Tensor, nn
 
-from ddp_compile import ReductionError, ReplicationError, ddp_compile, shard_optimizer, torch_internals
-from ddp_compile.algorithms import DiLoCo, GradientAllReduce
+from ddp_compile import ReductionError, ReplicationError, ddp_compile, shard_optimizer
+from ddp_compile.algorithms import DiLoCo
 from ddp_compile.comm_hooks import allreduce_hook
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.runtime.algorithms.diloco import cut
@@ -203,55 +201,6 @@ def test_resumes_with_another_warm_up(steps_before: int, warmup_steps: int) -> N
 
 
 # Bytes on the wire.
-
-
-def bytes_sent(algorithm: Any, num_steps: int, **settings: Any) -> float:
-    """Of each rank, as rings send them; messages of the reducer, which are no floating-point numbers, are not counted.
-
-    A collective that is compressed hands over bytes, an all-reduce floating-point numbers.
-    """
-    torch.manual_seed(0)
-    model: Any = ddp_compile(Mlp(256, 4), algorithm=algorithm, backend="eager", **settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    share = (dist.get_world_size() - 1) / dist.get_world_size()
-    sent: list[float] = []
-    all_reduce, all_to_all = dist.ProcessGroup.allreduce, dist.all_to_all_single
-    gather = torch_internals.all_gather_single
-
-    def reducing(group: Any, tensors: list[Tensor], *args: Any) -> Any:
-        sent.extend(2 * share * each.nbytes for each in tensors if each.is_floating_point())
-        return all_reduce(group, tensors, *args)
-
-    def exchanging(output: Tensor, rows: Tensor, **settings: Any) -> Any:
-        sent.append(share * rows.nbytes)
-        return all_to_all(output, rows, **settings)
-
-    def gathering(output: Tensor, *args: Any) -> Any:
-        sent.append(share * output.nbytes)
-        return gather(output, *args)
-
-    with (
-        mock.patch.object(dist.ProcessGroup, "allreduce", reducing),
-        mock.patch.object(dist, "all_to_all_single", exchanging),
-        mock.patch.object(torch_internals, "all_gather_single", gathering),
-    ):
-        for _ in range(num_steps):
-            optimizer.zero_grad()
-            loss_of(model(torch.randn(2, 256))).backward()
-            optimizer.step()
-    return sum(sent)
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_bytes_sent() -> None:
-    """Of eight bits, 0.03 % are the minimum and maximum of chunks of 130,000 values."""
-    whole = bytes_sent(GradientAllReduce(), 2) * 50
-    times = {
-        wire_dtype: whole / bytes_sent(DiLoCo(sync_every=100, wire_dtype=wire_dtype, fragments=fragments), 100)
-        for wire_dtype, fragments in ((torch.float32, 4), (torch.bfloat16, 1), (torch.uint8, 1))
-    }
-    assert times[torch.float32] >= 100 and times[torch.bfloat16] >= 200 and times[torch.uint8] > 399.8
 
 
 @pytest.mark.parametrize(

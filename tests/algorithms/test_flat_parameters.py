@@ -7,7 +7,7 @@ import torch
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters
 
 
-def test_blocks_are_the_parameters_in_the_order_of_the_buffers() -> None:
+def test_blocks_follow_the_flat_buffers() -> None:
     tensors = [
         torch.randn(3, 5),
         torch.randn(()),
@@ -31,5 +31,5 @@ def test_blocks_are_the_parameters_in_the_order_of_the_buffers() -> None:
     assert all(torch.equal(after, before + 1) for after, before in zip(changed, flats, strict=True))
 
 
-def test_there_are_no_blocks_of_parameters_with_gaps() -> None:
+def test_parameters_with_gaps_have_no_blocks() -> None:
     assert FlatParameters([torch.randn(4), torch.randn(4, 6)[:, ::2]]).blocks(8) is None

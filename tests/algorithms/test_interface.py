@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,20 +137,6 @@ def test_other_objects_are_refused() -> None:
     assert "weight" in sparse
 
 
-class EqualToOthers(Halves):
-    """Two models may have algorithms that are equal, but not the same one."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, EqualToOthers)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def test_equal_algorithms_of_two_models(single_rank_group: None) -> None:
-    models = [ddp_compile(nn.Linear(2, 2), algorithm=Built(EqualToOthers), backend="eager") for _ in range(2)]
-    assert models[0].comm_algorithm == models[1].comm_algorithm
-
-
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -189,11 +174,6 @@ def test_one_rank_launches_nothing() -> None:
     model.comm_algorithm.launch = lambda *args: launched.append(args)
     loss_of(model(torch.randn(2, 8))).backward()
     assert len(launched) == 0
-
-
-def test_settings_are_values() -> None:
-    assert pickle.loads(pickle.dumps(GradientAllReduce())) == GradientAllReduce()
-    assert hash(GradientAllReduce()) == hash(GradientAllReduce())
 
 
 # Algorithms that send a bucket by several collectives: in one order on all ranks, and errors that name them.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from split_models import WIDTH
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+WIDTH = 8
 
 
 class Reverse(torch.autograd.Function):
@@ -168,22 +168,3 @@ def all_views(source: str, kind: str, operations: Sequence[str], returned: bool)
     views = [SOURCES[source], *range(first, first + len(made))]
     uses = tuple(Step("use", "", i) for i in views)
     return Recipe(((*prepared, *made), uses, uses), tuple(views) if returned else (), source == "input")
-
-
-def random_recipe(seed: int) -> Recipe:
-    """Four layers; after each, up to three values are made and two used; up to four are returned."""
-    rng = random.Random(seed)
-    num_values = 3
-    layers = []
-    for _ in range(4):
-        num_values += 1
-        steps = []
-        for _ in range(rng.randint(0, 3)):
-            kind = rng.choice(["make", "make", "make", "make_no_grad"])
-            operation = rng.choice(list(VIEWS) * 2 + list(OTHERS))
-            steps.append(Step(kind, operation, rng.choice([num_values - 1, rng.randrange(num_values)])))
-            num_values += 1
-        steps += [Step("use", "", rng.randrange(num_values)) for _ in range(rng.randint(0, 2))]
-        layers.append(tuple(steps))
-    returned = tuple(rng.randrange(num_values) for _ in range(rng.randint(0, 4)))
-    return Recipe(tuple(layers), returned, rng.random() < 0.5)

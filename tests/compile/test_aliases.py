@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from alias_models import OTHERS, SOURCES, VIEWS, Recipe, SharedMemory, all_views, random_recipe, scalar_of
-from in_ci import only
-from split_models import WIDTH
+from alias_models import OTHERS, SOURCES, VIEWS, WIDTH, Recipe, SharedMemory, all_views, scalar_of
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -108,11 +106,6 @@ def test_views_across_cuts(source: str, kind: str, first: int) -> None:
     assert_as_right_as_torch_compile(recipe, "forward", "aot_eager", least_partitions=3)
 
 
-@pytest.mark.parametrize("seed", only([2], range(6)))
-def test_random_aliases(seed: int) -> None:
-    assert_as_right_as_torch_compile(random_recipe(seed), "forward", "aot_eager")
-
-
 def test_as_strided_under_no_grad() -> None:
     recipe = all_views("input", "make_no_grad", ["as_strided"], returned=False)
     assert_as_right_as_torch_compile(recipe, "forward", "aot_eager")
@@ -125,9 +118,3 @@ def test_as_strided_under_no_grad() -> None:
 @pytest.mark.parametrize("operation", [*VIEWS, *OTHERS])
 def test_each_operation_alone(operation: str, source: str, kind: str, returned: bool, split: str) -> None:
     assert_as_right_as_torch_compile(all_views(source, kind, [operation], returned), split, "aot_eager")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(6, 400))
-def test_more_random_models(seed: int, split: str) -> None:
-    assert_as_right_as_torch_compile(random_recipe(seed), split, "aot_eager")

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import pair, train_beside
 from differing_ranks import (
     WIDTH,
     make_model,
     some_rows,
-    with_batch_norm,
 )
-from models import largest, loss_of
+from models import loss_of
 from rank_pool import Ranks, on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_compile import GradientSpec, ddp_compile, plan_buckets, shard_optimizer
@@ -26,44 +23,6 @@ from ddp_compile.algorithms import ByteGrad, GradientAllReduce
 from ddp_compile.errors import DDPCompileError, RanksDifferError
 
 # Ranks that get out of step without anybody waiting in vain
-
-
-def leave_a_backward_out(is_culprit: bool) -> None:
-    model = make_model()
-    for step in range(4):
-        loss = loss_of(model(some_rows()))
-        if not (is_culprit and step == 1):
-            loss.backward()
-
-
-def call_backward_twice(is_culprit: bool) -> None:
-    model = make_model()
-    for step in range(5):
-        loss = loss_of(model(some_rows()))
-        loss.backward(retain_graph=True)
-        if is_culprit and step == 1:
-            loss.backward()
-
-
-WITHOUT_BACKWARD = "training forwards without a backward"
-
-
-@pytest.mark.parametrize(
-    ("scenario", "difference", "iteration_number", "world_size"),
-    [
-        (leave_a_backward_out, f"{WITHOUT_BACKWARD}: 1 on rank 1, 0 on ranks 0, 2.", 2, 3),
-        (call_backward_twice, "backwards without a forward before them: 0 on rank 0, 1 on rank 1.", 4, 2),
-    ],
-)
-@on_ranks()
-@torch.compiler.set_stance("force_eager")
-def test_out_of_step(scenario: Callable[[bool], None], difference: str, iteration_number: int, world_size: int) -> None:
-    with pytest.raises(RanksDifferError) as raised:
-        scenario(dist.get_rank() == 1)
-    message = str(raised.value)
-    assert message.startswith(f"rank {dist.get_rank()}: at the end of iteration {iteration_number} ")
-    assert difference in message
-    assert scenario is call_backward_twice or "torch.no_grad()" in message
 
 
 @on_ranks(2)
@@ -264,18 +223,6 @@ def test_subgroup_is_named_by_global_ranks(ranks: Ranks) -> None:
             assert "allreduce_hook on rank 1, comm hook bf16_compress_hook on rank 2" in error
         assert "without a backward: 0 on rank 1, " in forward and " on rank 2. Call" in forward
         assert "before they were reduced, on rank 2 in bucket 0" in infinite
-
-
-@on_ranks(2)
-def test_one_rank_in_evaluation_mode() -> None:
-    """Rank 1 fine-tunes with fixed statistics every other step."""
-
-    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
-        model.train(not (dist.get_rank() == 1 and step % 2))
-        loss_of(model(x)).backward()
-
-    # A bias before BatchNorm has a gradient of zero but for rounding; in evaluation mode it has another one.
-    assert largest(train_beside(pair(with_batch_norm), step_of, 4, width=WIDTH)) < 1e-5
 
 
 @on_ranks(2)

@@ -107,19 +107,6 @@ def test_freed_model_lets_others_finish(is_sharded: bool, tmp_path: Path) -> Non
         assert (ended.exit_code, ended.stdout) == (0, "all are gone\n"), ended.stderr
 
 
-@pytest.mark.long
-def test_finished_rank_lets_neighbor_finish(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; sys.path[:] = eval(sys.argv[1]); import test_endings"]
-    command[-1] += " as t; t.finish_first(int(sys.argv[2]), sys.argv[3])"
-    scripts = [
-        subprocess.Popen([*command, repr(sys.path), str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for script in scripts:
-        _, errors = script.communicate(timeout=120)
-        assert script.returncode == 0, errors
-
-
 @on_ranks(2, timeout_s=10.0)
 def test_ctrl_c_while_parameters_are_awaited() -> None:
     """Rank 0 is interrupted while it waits for parameters that rank 1 steps late."""

@@ -113,14 +113,6 @@ class Forward:
         return self.forwards.num_left_out
 
 
-def test_forward_left_out() -> None:
-    forwards = ForwardsLeftOut()
-    assert [Forward(forwards).backward() for _ in range(3)] == [0, 0, 0]
-    Forward(forwards)
-    assert forwards.num_left_out == 0  # its backward may still come
-    assert [Forward(forwards).backward(output=1) for _ in range(2)] == [1, 1]
-
-
 def test_backwards_in_another_order() -> None:
     forwards = ForwardsLeftOut()
     first, second, third = Forward(forwards), Forward(forwards), Forward(forwards)
@@ -128,31 +120,6 @@ def test_backwards_in_another_order() -> None:
     assert first.backward(output=1) == 0
     assert third.backward(output=1) == 1
     assert second.backward() == 0
-
-
-def test_several_forwards_of_one_backward() -> None:
-    forwards = ForwardsLeftOut()
-    for _ in range(2):
-        first, second = Forward(forwards), Forward(forwards)
-        (first.outputs[0] + second.outputs[1]).sum().backward()
-        assert forwards.num_left_out == 0
-    first, _ = Forward(forwards), Forward(forwards)  # one beside the iteration, though it came last
-    assert [first.backward(), Forward(forwards).backward()] == [0, 1]
-
-
-def test_backward_that_raises_reaches_its_forward() -> None:
-    def refuse(_gradient: torch.Tensor) -> None:
-        raise ValueError("user error")
-
-    forwards = ForwardsLeftOut()
-    x = torch.ones(2, requires_grad=True)
-    inner = x * 2
-    inner.register_hook(refuse)
-    output = inner + 1
-    forwards.watch([output])
-    with pytest.raises(ValueError, match="user error"):
-        output.sum().backward()
-    assert Forward(forwards).backward() == 0  # the step done over
 
 
 def test_watched_forward_keeps_no_graph_alive() -> None:
@@ -246,18 +213,6 @@ def test_model_that_rests() -> None:
     assert "backwards without a forward before them of model 2 (b): 0 on rank 0, 1 on rank 1" in str(errors[0])
 
 
-def test_buffers_of_another_model() -> None:
-    ranks = two_models_on_each_rank()
-    for number in range(1, 5):
-        for rank, models in enumerate(ranks):
-            for model in reversed(models) if rank == 1 and number == 3 else models:
-                model.sends_buffers()
-            run_iteration(models[0])
-        errors = compare_all([models[0] for models in ranks])
-        assert all(errors) == (number == 4)
-    assert "the buffers of model 1 (a) on rank 0, the buffers of model 2 (b) on rank 1" in str(errors[0])
-
-
 def test_order_takes_little_memory() -> None:
     order = ModelOrder(store_of(dist.HashStore()))
     models = [order.add(name) for name in "ab"]
@@ -348,22 +303,6 @@ def test_group_without_store() -> None:
     with pytest.raises(StoreLostError, match="the process group has none"):
         store.add("key", 1)
     assert "is gone (the process group has none)" in RankStatuses(store, 0, range(2)).report()
-
-
-def test_subgroup_is_named_by_global_ranks() -> None:
-    store = dist.HashStore()
-    first, second = (RankStatuses(store_of(store), rank, (1, 2)) for rank in (1, 2))
-    for statuses in (first, second):
-        statuses.fail(": failed")
-    assert first.report().splitlines()[-1].split()[:1] == ["1-2"]
-    compared = [
-        AgreementPoints(ModelOrder(store_of(store)), ModelOrder(store_of(store), "own/"), "Linear", rank, (1, 2))
-        for rank in (1, 2)
-    ]
-    for points, after_forward in zip(compared, (True, False), strict=True):
-        run_iteration(points, after_forward)
-    for error in compare_all(compared):
-        assert "backwards without a forward before them: 0 on rank 1, 1 on rank 2." in str(error)
 
 
 @pytest.fixture

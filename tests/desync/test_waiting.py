@@ -128,12 +128,6 @@ def measure_on_rank_1(group: dist.ProcessGroup) -> None:
     after_one_iteration(make_model(group), measure_late)
 
 
-def stop_measuring_on_rank_1(group: dist.ProcessGroup) -> None:
-    model = make_model(group)
-    measurement = model.measure(steps=None)
-    after_one_iteration(model, lambda _: measurement.stop())
-
-
 def late_for_the_broadcast(group: dist.ProcessGroup) -> None:
     model = model_with_buffers(group)
     if dist.get_rank() == 1:
@@ -179,7 +173,6 @@ def said_by_ranks(
         (take_another_branch, "training forward 2: raised MissingGradientError: rank 1: ", "MissingGradientError"),
         (register_a_hook_on_rank_1, "registering the comm hook allreduce_hook before iteration 2", "RanksDifferError"),
         (measure_on_rank_1, "in measure(steps=3) before iteration 2", "RanksDifferError"),
-        (stop_measuring_on_rank_1, "in stop() of a measurement before iteration 2", "RanksDifferError"),
     ],
 )
 def test_error_says_where_ranks_stand(

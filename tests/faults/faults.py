@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,8 +23,6 @@ TRAINEE = Path(__file__).with_name("trainee.py")
 TORCHRUN_KILLS_AFTER_S = 30.0
 #: In the environment of every process of a run.
 _MARK = "DDP_COMPILE_FAULTS_RUN"
-#: Nodes that are gone are noticed after some seconds, and others are not waited for.
-_RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class Life(NamedTuple):
@@ -77,17 +74,15 @@ class _Processes:
         launcher: list[str],
         fault: str | None,
         at: str = "backward",
-        local_rank: int = 1,
         is_isolated: bool = False,
     ) -> subprocess.Popen[bytes]:
-        """Start torchrun with these arguments, on a network and a small disk of its own if it is isolated."""
+        """Start torchrun with these arguments, on a network of its own if it is isolated."""
         command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *launcher, str(TRAINEE)]
         command += ["--folder", str(self.folder), "--way", self._way]
-        command += [] if fault is None else ["--fault", fault, "--at", at, "--local-rank", str(local_rank)]
+        command += [] if fault is None else ["--fault", fault, "--at", at]
         if is_isolated:
-            disk = f"mount -t tmpfs -o size=1m none {shlex.quote(str(self.folder / 'checkpoints'))}"
-            inside = f"ip link set lo up && {disk} && exec {shlex.join(command)}"
-            command = ["unshare", "--net", "--mount", "sh", "-c", inside]
+            inside = f"ip link set lo up && exec {shlex.join(command)}"
+            command = ["unshare", "--net", "sh", "-c", inside]
         with (self.folder / "output").open("a") as output:
             process = subprocess.Popen(command, env=self._environment, stdout=output, stderr=output)
         self._started.append(process)
@@ -110,8 +105,8 @@ class _Processes:
         for each in left:
             each.kill()
 
-    def run(self, exit_code: int, seconds: float, num_ranks: int = 2) -> Run:
-        lives = [_lives(self.folder / f"losses.rank{rank}") for rank in range(num_ranks)]
+    def run(self, exit_code: int, seconds: float) -> Run:
+        lives = [_lives(self.folder / f"losses.rank{rank}") for rank in range(2)]
         return Run(exit_code, seconds, (self.folder / "output").read_text(), lives, self.left_behind)
 
 
@@ -130,7 +125,6 @@ def train(
     fault: str | None = None,
     at: str = "backward",
     *,
-    num_ranks: int = 2,
     is_isolated: bool = False,
     ctrl_c: bool = False,
     shares_store: bool = False,
@@ -138,11 +132,11 @@ def train(
     """Train on one node in a folder, which may hold checkpoints of an earlier run.
 
     Args:
-        is_isolated: Whether the run has a network and a small disk of its own, which takes root.
+        is_isolated: Whether the run has a network of its own, which takes root.
         ctrl_c: Whether torchrun is interrupted as soon as the faulty rank waits for that.
         shares_store: Whether the ranks use the store of torchrun's process, instead of one in rank 0's.
     """
-    launcher = ["--standalone", "--nproc-per-node", str(num_ranks), "--max-restarts", "1"]
+    launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     with _processes(folder, way, shares_store) as processes:
         began = time.monotonic()
         process = processes.start(launcher, fault, at, is_isolated=is_isolated)
@@ -152,47 +146,12 @@ def train(
             process.send_signal(signal.SIGINT)
         exit_code = process.wait(120)
         seconds = time.monotonic() - began
-    return processes.run(exit_code, seconds, num_ranks)
-
-
-def train_on_nodes(folder: Path, way: str, *, second_comes_late: bool) -> Run:
-    """Train on one or two nodes of one rank. The second one comes late, or it is killed; the first one goes on.
-
-    The exit code is that of the first node.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
-    launcher = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
-    launcher += ["--rdzv-endpoint", endpoint, "--rdzv-id", "faults", "--rdzv-conf", _RENDEZVOUS]
-    with _processes(folder, way) as processes:
-        began = time.monotonic()
-        first = processes.start(launcher, "another node comes" if second_comes_late else None, local_rank=0)
-        if second_comes_late:
-            processes.wait_for("struck")
-            second = processes.start(launcher, None)
-        else:
-            _wait_for_port(endpoint)  # the node that has it must be the one that stays
-            second = processes.start(launcher, "kill node", local_rank=0)
-        exit_codes = [process.wait(120) for process in (first, second)]
-        assert exit_codes[1] == (0 if second_comes_late else -signal.SIGKILL)
-    return processes.run(exit_codes[0], time.monotonic() - began)
+    return processes.run(exit_code, seconds)
 
 
 def is_complete(run: Run) -> bool:
     """Whether every rank has made every step."""
     return all(losses.keys() == set(range(1, NUM_STEPS + 1)) for losses in run.losses)
-
-
-def _wait_for_port(endpoint: str) -> None:
-    host, port = endpoint.split(":")
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection((host, int(port))).close()
-            return
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline, f"nobody listens at {endpoint}"
-            time.sleep(0.05)
 
 
 def _processes_of(mark: str) -> list[psutil.Process]:

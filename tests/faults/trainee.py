@@ -9,13 +9,10 @@ not after a restart.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import pickle
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -49,9 +46,8 @@ WAYS: dict[str, dict[str, Any]] = {
 class Faults:
     """What happens to this rank, and where."""
 
-    def __init__(self, folder: Path, kind: str | None, at: str, local_rank: int) -> None:
-        # torchrun counts no restart if another node has come.
-        is_struck = int(os.environ["LOCAL_RANK"]) == local_rank and not (folder / "struck").exists()
+    def __init__(self, folder: Path, kind: str | None, at: str) -> None:
+        is_struck = os.environ["LOCAL_RANK"] == "1" and not (folder / "struck").exists()
         self._folder, self._kind, self._at = folder, kind if is_struck else None, at
         self.step = 0
 
@@ -67,11 +63,6 @@ class Faults:
 
 
 def _kill(_folder: Path) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_node(_folder: Path) -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -102,19 +93,6 @@ def _freeze_store(_folder: Path) -> None:
     _later(f"sleep {LONG_S}; kill -CONT {agent}")
 
 
-def _fill_disk(folder: Path) -> None:
-    with contextlib.suppress(OSError), (folder / "checkpoints" / "ballast").open("wb", buffering=0) as file:
-        while file.write(bytes(1024)):
-            pass
-
-
-def _corrupt(folder: Path) -> None:
-    newest = max(folder.glob("checkpoints/step_*.rank1.pt"), key=_step_of)
-    with newest.open("r+b") as file:
-        file.truncate(newest.stat().st_size // 2)
-    _kill(folder)
-
-
 def _wait(_folder: Path) -> None:
     time.sleep(30)
     raise AssertionError("this process was to be interrupted, or started again")
@@ -127,11 +105,7 @@ _STRIKES: dict[str, Callable[[Path], None]] = {
     "link cut": _cut(LONG_S),
     "link cut and healed": _cut(SHORT_S),
     "store frozen": _freeze_store,
-    "disk full": _fill_disk,
-    "corrupt checkpoint": _corrupt,
     "ctrl-c": _wait,
-    "kill node": _kill_node,
-    "another node comes": _wait,
 }
 
 
@@ -175,20 +149,15 @@ class Training:
         partial.replace(path)
 
     def resume(self) -> int:
-        """Load the newest checkpoint that every rank can read; the number of steps done.
-
-        A rank that had no part in it takes rank 0's.
-        """
-        paths = {_step_of(path): path for path in self._folder.glob("step_*.rank0.pt")}
-        paths |= {_step_of(path): path for path in self._folder.glob(f"step_*.rank{self._rank}.pt")}
-        states = {number: state for number, path in paths.items() if (state := _read(path)) is not None}
+        """Load the newest checkpoint that every rank has; the number of steps done."""
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, set(states))
+        dist.all_gather_object(everyone, set(map(_step_of, self._folder.glob(f"step_*.rank{self._rank}.pt"))))
         number = max(set.intersection(*everyone), default=0)
         if number:
-            self._model.load_state_dict(states[number]["model"])
-            self._optimizer.load_state_dict(states[number]["optimizer"])
-            self._model.comm_algorithm.load_state_dict(states[number]["algorithm"])
+            state = torch.load(self._path(number), weights_only=True)
+            self._model.load_state_dict(state["model"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._model.comm_algorithm.load_state_dict(state["algorithm"])
         return number
 
     def _path(self, number: int) -> Path:
@@ -199,28 +168,16 @@ def _step_of(path: Path) -> int:
     return int(path.name.split(".")[0].removeprefix("step_"))
 
 
-def _read(path: Path) -> Any:
-    """A checkpoint; None if its file is damaged."""
-    try:
-        return torch.load(path, weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        print(f"{path.name} cannot be read: {error}", file=sys.stderr)
-        return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--way", choices=WAYS, required=True)
     parser.add_argument("--fault", choices=_STRIKES)
     parser.add_argument("--at", choices=POINTS, default="backward")
-    parser.add_argument("--local-rank", type=int, default=1, help="the rank of its node that the fault strikes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-    faults = Faults(arguments.folder, arguments.fault, arguments.at, arguments.local_rank)
-    if dist.get_rank() == 0:
-        (arguments.folder / "checkpoints" / "ballast").unlink(missing_ok=True)
+    faults = Faults(arguments.folder, arguments.fault, arguments.at)
     training = Training(arguments.folder, arguments.way, faults)
     first = training.resume()
     with (arguments.folder / f"losses.rank{dist.get_rank()}").open("a", buffering=1) as log:

@@ -96,6 +96,25 @@ def fill(h: Tensor) -> Tensor:
     return filled
 
 
+def hooked(h: Tensor) -> Tensor:
+    h = h.tanh()
+    h.register_hook(lambda gradient: 2 * gradient)
+    return h
+
+
+def conjugated(h: Tensor) -> Tensor:
+    """A view of a value that is then written."""
+    z = torch.complex(h, h.tanh())
+    view = z.conj()
+    z += 1.0
+    return (view * z).real
+
+
+def sizes(h: Tensor) -> Tensor:
+    rows, columns = h.size()
+    return h.reshape(rows * columns).tanh().view(h.size()) * (rows // 2)
+
+
 #: Blocks without a state: ``f(h, kept, arguments)``.
 FUNCTIONS: dict[str, Callable[[Tensor, list[Tensor], Arguments], Tensor]] = {
     "tanh": lambda h, kept, a: h.tanh(),
@@ -125,6 +144,11 @@ FUNCTIONS: dict[str, Callable[[Tensor, list[Tensor], Arguments], Tensor]] = {
     "multiply_kept": lambda h, kept, a: with_kept(h, kept, torch.mul),
     "add_kept_": lambda h, kept, a: with_kept(h, kept, Tensor.add_),
     "write_kept": lambda h, kept, a: write_kept(h, kept),
+    "hooked": lambda h, kept, a: hooked(h),
+    "conjugated": lambda h, kept, a: conjugated(h),
+    "sizes": lambda h, kept, a: sizes(h),
+    "condition": lambda h, kept, a: torch.cond(h.sum() > 0, torch.tanh, torch.sin, (h,)),
+    "transforms": lambda h, kept, a: torch.vmap(torch.tanh)(h) + torch.func.grad(lambda x: x.sin().sum())(h.detach()),
 }
 
 
@@ -212,6 +236,8 @@ AROUND_LINEAR: dict[str, Callable[[nn.Linear], Any]] = {
     "linear_": lambda layer: layer,
     "frozen": lambda layer: layer.requires_grad_(False),
     "spectral_norm": spectral_norm,
+    "by_keyword": lambda layer: layer,
+    "convolution": lambda layer: nn.Conv2d(1, 1, 3, padding=1, bias=False).to(memory_format=torch.channels_last),
     "disabled": torch.compiler.disable,
     "scripted": torch.jit.script,
 }
@@ -219,6 +245,10 @@ AROUND_LINEAR: dict[str, Callable[[nn.Linear], Any]] = {
 LEAVES: dict[str, Callable[[Leaf, Tensor, Arguments], Tensor]] = {
     **dict.fromkeys(AROUND_LINEAR, lambda b, h, a: b.linear(h)),
     "linear_": lambda b, h, a: h.add_(b.linear(h.clone())),
+    "by_keyword": lambda b, h, a: torch.cat([F.linear(h, bias=b.linear.bias, weight=b.linear.weight), b.linear.weight])[
+        : len(h)
+    ],
+    "convolution": lambda b, h, a: b.linear(h.view(len(h), 1, 2, 2)).reshape(h.shape),
     "same_layer": lambda b, h, a: b.linear(h),
     "no_grad_shared": lambda b, h, a: no_grad_shared(b, h),
     "tied": lambda b, h, a: F.linear(h, b.weight.t()),
@@ -278,6 +308,21 @@ def residual_(block: Holder, h: Tensor, kept: list[Tensor], a: Arguments) -> Ten
     return h
 
 
+def inside(context: Callable[[], Any]) -> Callable[[Holder, Tensor, list[Tensor], Arguments], Tensor]:
+    def run_inside(block: Holder, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
+        with context():
+            return block.run(h, kept, a)
+
+    return run_inside
+
+
+def with_autocast(block: Holder, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = block.run(h, kept, a)
+        with torch.autocast("cpu", enabled=False):
+            return block.run(h.to(kept[-1].dtype if kept else torch.float32), kept, a)
+
+
 HOLDERS: dict[str, Callable[[Holder, Tensor, list[Tensor], Arguments], Tensor]] = {
     "submodule": lambda b, h, kept, a: b.run(h, kept, a),
     "residual": lambda b, h, kept, a: h + b.run(h.clone(), kept, a),
@@ -287,6 +332,9 @@ HOLDERS: dict[str, Callable[[Holder, Tensor, list[Tensor], Arguments], Tensor]] 
     "reentrant_checkpoint": lambda b, h, kept, a: checkpointed(b, h, kept, a, True),
     "no_grad": without_grad,
     "branch": lambda b, h, kept, a: b.run(h, kept, a) if a.route else b.other(h),
+    "autocast": with_autocast,
+    "inference_mode": inside(lambda: torch.inference_mode(False)),
+    "nested_region": lambda b, h, kept, a: torch.compiler.nested_compile_region(lambda x: b.run(x, [], a))(h),
     "not_compiled": lambda b, h, kept, a: torch.compiler.disable(b.run)(h, kept, a),
 }
 

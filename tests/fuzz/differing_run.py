@@ -1,13 +1,11 @@
-"""Many cases of ranks that differ, on several pools at once, and the table of their verdicts in docs/divergence.md."""
+"""Many cases of ranks that differ, on several pools at once, and the table of their verdicts."""
 
 from __future__ import annotations
 
 import queue
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from fuzz.differences import ENDED, HANG, KINDS
 from fuzz.differing import (
@@ -22,8 +20,6 @@ from fuzz.verdict import FAILED, Verdict, judge_on
 from rank_pool import RankPool
 from tqdm import tqdm
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "divergence.md"
-BEGIN, END = "<!-- table of tests/fuzz/run.py: begins -->", "<!-- ends -->"
 NUM_POOLS = 4  #: that run at the same time, since many cases wait for a timeout
 CASES_IN_A_CALL = 12  # all of which could wait within the time that a `RankPool` gives to a call
 
@@ -38,8 +34,8 @@ def judge_differing_on(pool: RankPool, recipes: Sequence[DifferingRecipe]) -> li
     return verdicts
 
 
-def run_differing(seeds: Sequence[int], shrinks: bool, writes_table: bool) -> int:
-    """Judge the cases of these seeds, print those that break a promise, and count outcomes by kind."""
+def run_differing(seeds: Sequence[int], shrinks: bool) -> int:
+    """Judge the cases of these seeds, print those that break a promise, and the table for docs/divergence.md."""
     pools: queue.SimpleQueue[RankPool] = queue.SimpleQueue()
     for _ in range(NUM_POOLS):
         pools.put(RankPool(2))
@@ -69,10 +65,8 @@ def run_differing(seeds: Sequence[int], shrinks: bool, writes_table: bool) -> in
         print(f"seed {seed}, smaller: {smallest}\n  {verdict.outcome}: {verdict.detail}", flush=True)
     while not pools.empty():
         pools.get().close()
-    print(table := table_of(counts))
+    print(table_of(counts))
     print(f"{len(seeds)} cases, {len(broken)} of which break a promise")
-    if writes_table:
-        write_table(table)
     return 1 if broken else 0
 
 
@@ -84,9 +78,3 @@ def table_of(counts: Mapping[str, Mapping[str, int]]) -> str:
         kinds.setdefault(outcomes, []).append(f"{kind} ({'/'.join(str(counts[kind][each]) for each in outcomes)})")
     rows = [f"| {' or '.join(outcomes)} | {', '.join(names)} |" for outcomes, names in kinds.items()]
     return "\n".join(["| what happens | rank 1 alone differs in (cases) |", "|---|---|", *rows])
-
-
-def write_table(table: str) -> None:
-    """Replace the table in docs/divergence.md."""
-    text = PAGE.read_text()
-    PAGE.write_text(re.sub(f"(?s){BEGIN}.*{END}", lambda _: f"{BEGIN}\n\n{table}\n\n{END}", text))

@@ -54,12 +54,18 @@ def _kinds(block: Block) -> Iterator[str]:
 
 # An entry that is several times in a tuple is more likely by that factor.
 PLAIN = ("linear", "linear", "tanh", "gelu", "layer_norm", "weight", "embedding")
+# What torch treats in its own way when it makes or cuts a graph; trained one by one.
+RARE = (
+    *("conjugated", "hooked", "sizes", "transforms", "condition", "convolution", "by_keyword", "autocast"),
+    *("inference_mode", "nested_region"),
+)
 # Their gradient is None, in each backward or in some, which needs find_unused_parameters or static_graph.
 UNUSED = ("branch", "no_grad")
 # A checkpoint runs them twice, in which eager code and compiled code differ.
 NOT_DRAWN = {
     # aot_eager by itself computes a wrong gradient with it; for a test of how that counts.
-    "factor_of_buffer"
+    "factor_of_buffer",
+    *RARE,
 }
 HAVE_BUFFERS = ("batch_norm", "counter", "running_mean", "replaced_buffer", "cache", "spectral_norm")
 STATEFUL = (*HAVE_BUFFERS, "remembers", "counts_calls")

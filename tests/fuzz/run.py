@@ -2,7 +2,7 @@
 
 Prints the outcomes of the cases, and each failing case made smaller. ``--seed N`` judges one case alone. ``--sharded``
 trains random parameters with a sharded optimizer, against one that is not sharded. ``--ranks-that-differ`` gives two
-ranks programs that differ in one thing, and ``--write-table`` puts the verdicts by kind into docs/divergence.md.
+ranks programs that differ in one thing, and prints the table of docs/divergence.md.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-inductor", action="store_true", help=f"else one case in {ONE_IN_INDUCTOR} is inductor's")
     parser.add_argument("--sharded", action="store_true", help="sharded optimizers instead of random modules")
     parser.add_argument("--ranks-that-differ", action="store_true", help="two programs instead of one")
-    parser.add_argument("--write-table", action="store_true", help="of ranks that differ, into docs/divergence.md")
     parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they are")
     options = parser.parse_args(arguments)
     first, cases = (options.first_seed, options.cases) if options.seed is None else (options.seed, 1)
     seeds = range(first, first + cases)
     if options.ranks_that_differ:
-        return run_differing(seeds, not options.no_shrink, options.write_table)
+        return run_differing(seeds, not options.no_shrink)
     pool = RankPool(2)
 
     def judge(recipes: Sequence[Any]) -> list[Verdict]:

@@ -69,9 +69,7 @@ def without_digest(text: str) -> str:
     return re.sub(r"plan [0-9a-f]{16}", "plan <digest>", text).replace(f"{Path(__file__).parent}/", "")
 
 
-def test_buckets_graphs_and_partitions_are_dumped_in_the_order_of_the_work(
-    single_rank_group: None, dumps: list[str]
-) -> None:
+def test_graphs_are_dumped_in_order(single_rank_group: None, dumps: list[str]) -> None:
     # Capacities of 200 and 600 bytes: the last weight and bias, then the other two layers.
     model = ddp_compile(MLP(), bucket_cap_mb=[200 / 2**20, 600 / 2**20], backend="eager")
     model(torch.randn(5, 8)).sum().backward()
@@ -115,7 +113,7 @@ class partition_1(torch.nn.Module):
     )
 
 
-def test_explain_shows_the_plan_how_each_graph_was_cut_and_which_cuts_were_declined(single_rank_group: None) -> None:
+def test_explain_shows_plan_and_cuts(single_rank_group: None) -> None:
     model = ddp_compile(MLP(), bucket_cap_mb=1e-5, backend="eager")
     model(torch.randn(5, 8)).sum().backward()
     assert_expected_inline(
@@ -153,7 +151,7 @@ def whole_model(single_rank_group: None, dumps: list[str]) -> nn.Module:
     return model
 
 
-def test_a_backward_is_shown_before_and_after_its_buckets_are_marked(whole_model: nn.Module, dumps: list[str]) -> None:
+def test_backward_graph_dumps(whole_model: nn.Module, dumps: list[str]) -> None:
     assert_expected_inline(
         "\n".join(map(heading, dumps)),
         """\
@@ -191,17 +189,6 @@ class GraphModule(torch.nn.Module):
     )
 
 
-def test_explain_says_that_buckets_are_launched_inside(whole_model: nn.Module) -> None:
-    _, text = str(whole_model.explain()).split("\ngraph 0: ")
-    assert_expected_inline(
-        re.sub(r"/.*/(test_graph_dumps.py):\d+", r"\1:n", text),
-        """\
-2 buckets, launched inside its backward
-  at output: bucket 1 is ready when the graph ends
-    test_graph_dumps.py:n  x = torch.tanh(layer(x))""",
-    )
-
-
 class Lines(nn.Module):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -215,9 +202,7 @@ class Lines(nn.Module):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_a_bucket_that_is_left_to_the_hooks_has_the_line_of_its_last_gradient(
-    single_rank_group: None, sparse: bool
-) -> None:
+def test_refused_bucket_has_its_line(single_rank_group: None, sparse: bool) -> None:
     model = ddp_compile(Lines(sparse), bucket_cap_mb=200 / 2**20, split="backward", backend="aot_eager")
     model(torch.tensor([1, 2, 3])).square().sum().backward()
     (graph,) = model.explain().graphs
@@ -228,8 +213,14 @@ def test_a_bucket_that_is_left_to_the_hooks_has_the_line_of_its_last_gradient(
     assert refusal.source.code == "x = self.table(x)"
 
 
-def test_nothing_is_written_while_the_logger_is_off(single_rank_group: None) -> None:
+def test_no_dumps_while_logger_is_off(single_rank_group: None) -> None:
     with collected(torch_internals.graphs_log().level) as messages:
         model = ddp_compile(MLP(), bucket_cap_mb=1e-4, backend="eager")
         model(torch.randn(5, 8)).sum().backward()
     assert messages == []
+
+
+def test_split_none_cuts_nothing(single_rank_group: None) -> None:
+    model = ddp_compile(MLP(), bucket_cap_mb=1e-5, backend="eager", split="none")
+    model(torch.randn(5, 8)).sum().backward()
+    assert "graph 0: 6 buckets, 1 partition" in str(model.explain())

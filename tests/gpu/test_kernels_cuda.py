@@ -40,9 +40,7 @@ def test_kernels_are_used() -> None:
 
 @pytest.mark.parametrize("num_tensors", [1, 31, 200, 1361, 5000])
 @pytest.mark.parametrize(("dtype", "flat_dtype"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)])
-def test_products_and_statistics_are_those_of_float64(
-    num_tensors: int, dtype: torch.dtype, flat_dtype: torch.dtype
-) -> None:
+def test_products_and_statistics(num_tensors: int, dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
     numels = [1 + (i * 7919) % 1999 for i in range(num_tensors)]
     tensors = [values_of(numel, dtype, i) for i, numel in enumerate(numels)]
     flat = torch.full((sum(numels) + 5,), POISON, dtype=flat_dtype, device=CUDA)
@@ -59,7 +57,7 @@ def test_products_and_statistics_are_those_of_float64(
     assert same_bits(torch.cat(back), flat[:-5].to(dtype))
 
 
-def test_tensors_of_several_dtypes_and_layouts_in_one_bucket() -> None:
+def test_mixed_dtypes_and_layouts() -> None:
     tensors = [values_of(50 + 37 * i, DTYPES[i % 3], i) for i in range(20)]
     tensors += [values_of(600, torch.float32).view(20, 30).t(), values_of(9, torch.float32).double()]
     flat = torch.full((sum(tensor.numel() for tensor in tensors),), POISON, device=CUDA)
@@ -162,7 +160,7 @@ def everything(tensors: list[Tensor], plan: kernels.FlattenPlan, x: Tensor) -> t
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-def test_a_graph_is_captured_and_replayed_with_other_values(loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graph_replays_other_values(loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     numels = [100 * i + 1 for i in range(40)]
     tensors = [torch.ones(numel, device=CUDA) for numel in numels]
     flat, x = torch.empty(sum(numels), device=CUDA), torch.empty(sum(numels), device=CUDA)

@@ -17,7 +17,7 @@ NUMELS = [1, 0, 8192 + 5, 7, 1031]
 
 @pytest.mark.parametrize("flat_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_places_of_all_alignments_and_nothing_around_them(dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
+def test_places_of_all_alignments(dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
     for start in (0, 1, 3, 8):
         tensors = [values_of(n, dtype, i, start if i % 2 else 0) for i, n in enumerate(NUMELS)]
         offsets, end = [], start

@@ -49,9 +49,7 @@ def test_gradients_are_those_of_the_plain_module(mode: str, split: str, nccl_gro
 
 
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_the_host_never_waits_for_the_device_in_a_backward(
-    settings: dict[str, bool], split: str, nccl_group: None
-) -> None:
+def test_host_never_waits_in_a_backward(settings: dict[str, bool], split: str, nccl_group: None) -> None:
     """Except once in iterations that learn, 1, 2, 4 and 8, to read whether values were equal."""
     model = ddp_compile(ResidualLayers().cuda(), bucket_cap_mb=ONE_LAYER_MIB, split=split, **settings)
     model.register_comm_hook(None, allreduce_hook)

@@ -52,7 +52,7 @@ def largest_differences() -> tuple[float, float]:
     return to_ddp, to_whole
 
 
-def test_gradients_and_statistics_are_ddps_and_the_whole_batchs(ranks: Ranks) -> None:
+def test_sync_batch_norm_matches_ddp(ranks: Ranks) -> None:
     for to_ddp, to_whole in ranks(2).run(largest_differences):
         assert to_ddp < 1e-6
         assert to_whole < 1e-4

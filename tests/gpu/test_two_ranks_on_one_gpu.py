@@ -110,7 +110,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_training_on_a_side_stream_is_that_of_the_cpu(name: str, trained: Trained) -> None:
+def test_training_on_a_side_stream(name: str, trained: Trained) -> None:
     assert ACCELERATOR is not None
     for rank in range(2):
         ours, theirs = (trained.result(name, device, rank) for device in (ACCELERATOR.type, "cpu"))

@@ -15,7 +15,7 @@ from rank_pool import Ranks
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 
 
-def test_importing_ddp_compile_leaves_lightning_out() -> None:
+def test_import_leaves_lightning_out() -> None:
     assert "ddp_compile.api" in sys.modules
     assert not {"lightning", "ddp_compile.integrations.lightning"} & sys.modules.keys()
 
@@ -62,38 +62,22 @@ def test_manual_optimization_is_that_of_ddp(ranks: Ranks) -> None:
         assert found["kinds"] == ({"_Steps"}, {"DistributedDataParallel"})
 
 
-COMPILED = [
-    {"split": "backward", "backend": "aot_eager"},
-    {"split": "forward", "backend": "aot_eager"},
-    {"backend": "inductor"},
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("settings", COMPILED, ids=str)
-def test_training_is_that_of_ddp_however_it_is_compiled(settings: dict[str, Any], ranks: Ranks) -> None:
-    for found in ranks(2).run(
-        call, "lightning_ranks.differences", "Net", settings, {}, compiled=True, accumulate_grad_batches=2
-    ):
-        assert max(found["differences"].values()) < 1e-4, found
-
-
 def test_a_resumed_run_is_one_without_a_stop(ranks: Ranks, tmp_path: Path) -> None:
     for is_equal, is_plain, difference in ranks(2).run(call, "lightning_ranks.resume", tmp_path):
         assert is_equal and is_plain and difference < 1e-6
 
 
-def test_parameters_to_ignore_go_by_the_names_of_the_lightning_module(ranks: Ranks) -> None:
+def test_parameters_to_ignore_by_name(ranks: Ranks) -> None:
     for names in ranks(2).run(call, "lightning_ranks.reduced_names", ["head.bias"]):
         assert "module.body.0.weight" in names and "module.head.bias" not in names
 
 
-def test_comm_hooks_reduce_the_buckets_on_any_device(ranks: Ranks) -> None:
+def test_comm_hook_of_the_strategy(ranks: Ranks) -> None:
     for num_calls, is_finite in ranks(2).run(call, "lightning_ranks.hooked"):
         assert num_calls == 12 and is_finite
 
 
-def test_communication_is_logged_once_for_each_step(ranks: Ranks) -> None:
+def test_communication_is_logged_each_step(ranks: Ranks) -> None:
     for rank, (logged, has_let_go, error) in enumerate(ranks(2).run(call, "lightning_ranks.logged_communication")):
         assert has_let_go
         times = [each["communication/step_ms"] for each in logged if "communication/exposed_ms" in each]
@@ -101,11 +85,11 @@ def test_communication_is_logged_once_for_each_step(ranks: Ranks) -> None:
         assert f"rank {rank}" in error and "strategy=DDPCompileStrategy()" in error
 
 
-def test_what_cannot_be_trained_is_refused_on_every_rank(ranks: Ranks) -> None:
+def test_refused_modules(ranks: Ranks) -> None:
     assert ranks(2).run(call, "lightning_ranks.refused_otherwise") == [[], []]
 
 
-def test_arguments_and_versions_are_refused_when_the_strategy_is_made(ranks: Ranks) -> None:
+def test_refused_arguments_and_versions(ranks: Ranks) -> None:
     for misspelled, not_taken, too_old in ranks(2).run(call, "lightning_ranks.errors_of_strategies"):
         assert misspelled.endswith("did you mean find_unused_parameters?")
         assert "use torch.autocast" in not_taken

@@ -39,11 +39,9 @@ class Replicas:
         self._address = f"http://localhost:{self._lighthouse.address().rpartition(':')[2]}"
         self._processes: dict[tuple[int, int], Any] = {}  # by replica and rank
 
-    def start(self, replica: int, life: int, bucket_cap_mb: float = 0.0005) -> None:
+    def start(self, replica: int, life: int) -> None:
         for rank in range(self.num_ranks):
-            start = Start(
-                replica, life, rank, self.num_ranks, self._address, self._folder, self.settings, bucket_cap_mb
-            )
+            start = Start(replica, life, rank, self.num_ranks, self._address, self._folder, self.settings)
             process = context_of_copies().Process(target=run_rank, args=(sys.path, start))
             process.start()
             self._processes[replica, rank] = process
@@ -67,10 +65,6 @@ class Replicas:
 
     def steps(self, replica: int, life: int, rank: int = 0) -> list[Step]:
         return steps_in(self._folder / f"steps_{replica}_{life}_{rank}")
-
-    def error(self, replica: int, life: int, rank: int) -> str:
-        """The traceback of a rank that has raised."""
-        return (self._folder / f"error_{replica}_{life}_{rank}").read_text()
 
     def wait_for(self, num: int, replica: int, life: int, num_participants: int) -> None:
         """Until a replica has committed so many steps of so many replicas."""
@@ -171,18 +165,3 @@ def assert_like_one_process(steps: list[Step], of_other: dict[int, Step], replic
     # With an asynchronous quorum and init_sync, torchft counts replicas that only receive parameters in step 0.
     is_off = [step.number for step in steps if len(senders[step.number]) != step.num_participants]
     assert is_off == ([0] if replicas.settings == {"use_async_quorum": True, "init_sync": True} else [])
-
-
-def test_a_replica_with_other_buckets_ends_and_the_others_go_on(replicas: Replicas) -> None:
-    replicas.start(0, life=0)
-    replicas.begin()
-    replicas.wait_for(3, 0, 0, num_participants=1)
-    replicas.start(1, life=0, bucket_cap_mb=25.0)
-    assert replicas.exit_codes(1) == [1] * replicas.num_ranks
-    for rank in range(replicas.num_ranks):
-        assert f"ReductionError: rank {rank}: the replicas differ: bucket plan " in replicas.error(1, 0, rank)
-    assert replicas.steps(1, 0) == []
-    replicas.wait_for(len(replicas.steps(0, 0)) + 5, 0, 0, num_participants=1)
-    replicas.start(1, life=1)
-    replicas.wait_for(3, 1, 1, num_participants=2)
-    assert replicas.stop_soon() == [[0] * replicas.num_ranks] * 2

@@ -40,27 +40,19 @@ def test_training_is_that_of_ddp(way: str, compiled: bool, tmp_path: Path, ranks
         assert_close(ours, ddp)
 
 
-@pytest.mark.parametrize(
-    "with_adapters", [False, pytest.param(True, marks=pytest.mark.long)], ids=["all weights", "adapters"]
-)
-def test_a_checkpoint_goes_on_as_without_a_stop(with_adapters: bool, tmp_path: Path, ranks: Ranks) -> None:
-    for whole, ours, ddp in ranks(2).run(call, "trainer_ranks.resume_both", str(tmp_path), with_adapters):
+def test_a_checkpoint_goes_on_as_without_a_stop(tmp_path: Path, ranks: Ranks) -> None:
+    for whole, ours, ddp in ranks(2).run(call, "trainer_ranks.resume_both", str(tmp_path)):
         assert len(whole) == 6 * 2 + 2
         assert ours == whole
         assert_close(ddp, whole)
 
 
-def test_one_trainer_evaluates_trains_twice_saves_and_generates(tmp_path: Path, ranks: Ranks) -> None:
+def test_trainer_trains_twice_and_generates(tmp_path: Path, ranks: Ranks) -> None:
     ranks(2).run(call, "trainer_ranks.train_twice_and_generate", str(tmp_path))
 
 
-def test_accelerators_that_trainer_makes_later_replicate_as_well(tmp_path: Path, ranks: Ranks) -> None:
+def test_later_accelerators_replicate(tmp_path: Path, ranks: Ranks) -> None:
     assert ranks(2).run(call, "trainer_ranks.search", str(tmp_path)) == [[True, True]] * 2
-
-
-def test_torch_compile_beside_it_is_an_error(tmp_path: Path, ranks: Ranks) -> None:
-    for error in ranks(2).run(call, "trainer_ranks.compile_twice", str(tmp_path)):
-        assert "torch_compile=True of TrainingArguments" in error
 
 
 def test_adapters_after_replication_are_an_error(ranks: Ranks) -> None:

@@ -71,7 +71,6 @@ class Start(NamedTuple):
     lighthouse: str
     folder: Path
     settings: dict[str, Any]  #: of the manager
-    bucket_cap_mb: float
 
     def file(self, kind: str) -> Path:
         return self.folder / f"{kind}_{self.replica}_{self.life}_{self.rank}"
@@ -90,7 +89,7 @@ def run_rank(path: list[str], start: Start) -> None:
         optimizer = make_optimizer(net)
         with make_manager(start, port[0], net, optimizer) as manager:
             algorithm = ManagedAllReduce(manager)
-            model = ddp_compile(net, algorithm=algorithm, backend="aot_eager", bucket_cap_mb=start.bucket_cap_mb)
+            model = ddp_compile(net, algorithm=algorithm, backend="aot_eager", bucket_cap_mb=0.0005)
             if start.life > 0:  # compiled before it joins, so that the others need not wait for that
                 with no_sync(model):
                     loss_of(model, start.replica, start.rank, 0).backward()

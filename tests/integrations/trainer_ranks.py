@@ -96,18 +96,13 @@ def train_both(folder: str, settings: dict[str, Any]) -> list[list[tuple[int, st
     return histories
 
 
-def resume_both(folder: str, with_adapters: bool = False) -> list[list[tuple[int, str, float]]]:
+def resume_both(folder: str) -> list[list[tuple[int, str, float]]]:
     """Train without a stop, and resume from its checkpoint in the middle, with ddp_compile and with Trainer's own."""
-
-    def new_half(ours: bool, name: str) -> Trainer:
-        model = get_peft_model(new_model(), new_adapters()) if with_adapters else None
-        return new_trainer(ours, Path(folder) / name, model=model)
-
-    whole = new_half(True, "whole")
+    whole = new_trainer(True, Path(folder) / "whole")
     whole.train()
     histories = [history_of(whole)]
     for ours in (True, False):
-        trainer = new_half(ours, f"ours={ours}")
+        trainer = new_trainer(ours, Path(folder) / f"ours={ours}")
         trainer.train(resume_from_checkpoint=str(Path(folder) / "whole" / "checkpoint-3"))
         histories.append(history_of(trainer))
     return histories
@@ -142,14 +137,6 @@ def search(folder: str) -> list[bool]:
         accelerators.add(trainer.accelerator)
     assert len(accelerators) == 3
     return replicated
-
-
-def compile_twice(folder: str) -> str:
-    try:
-        new_trainer(True, folder, torch_compile=True)
-    except Exception as error:
-        return str(error)
-    return ""
 
 
 def new_adapters() -> LoraConfig:

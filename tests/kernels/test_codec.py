@@ -34,7 +34,7 @@ def test_codec_error_is_half_a_step(exponent: int) -> None:
     assert (error <= step / 2 * (1 + 1e-9) + rounding).all()
 
 
-def test_what_wrapped_iteration_in_the_origin_is_clamped() -> None:
+def test_codes_are_clamped() -> None:
     assert round_trip(torch.tensor([1.5, -253.5, 0.0])).tolist() == [1.5, -253.5, 0.5]
 
 

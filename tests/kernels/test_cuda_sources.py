@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 import shutil
 import subprocess
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -78,40 +75,6 @@ def test_no_kernel_spills(binaries: dict[str, tuple[Path, str]], architecture: s
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
     assert len(registers) == len(PROGRAM_OF)
     assert max(registers) <= MAX_REGISTERS
-
-
-@pytest.fixture(scope="module")
-def disassembler() -> str:
-    """cuobjdump of the toolkit, or of Python packages that have it; for ``-sass`` it runs the nvdisasm beside it."""
-    folders = [os.environ.get("PATH", "")]
-    for package in ("nvidia", "triton"):
-        spec = importlib.util.find_spec(package)
-        for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-            folders += [str(path.parent) for path in Path(location).rglob("cuobjdump")]
-    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
-    if found is None:
-        pytest.skip("cuobjdump is not installed")
-    if shutil.which("nvdisasm", path=os.pathsep.join([str(Path(found).parent), os.environ.get("PATH", "")])) is None:
-        pytest.skip(f"nvdisasm is neither beside {found} nor on PATH")
-    return found
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_128_bit_accesses(disassembler: str, binaries: dict[str, tuple[Path, str]], architecture: str) -> None:
-    command = [disassembler, "-sass", str(binaries[architecture][0])]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    instructions = defaultdict(set)
-    for part in listing.split("Function : ")[1:]:
-        kernel = part.split()[0]
-        instructions[kernel] = set(re.findall(r"\b((?:LD|ST)[GL]?\.[\w.]+)", part))
-    assert set(instructions) == set(PROGRAM_OF)
-    for kernel, found in instructions.items():
-        reads = any(name.startswith("LDG") and name.endswith(".128") for name in found)
-        writes = any(name.startswith("STG") and name.endswith(".128") for name in found)
-        # Codes are eight bytes for eight values; partial results are small.
-        assert reads == (not kernel.startswith(("read_codes", "add_partials"))), kernel
-        assert writes == (kernel.startswith(("move", "average", "read_codes", "add_codes"))), kernel
-        assert not any(name.startswith(("LDL", "STL", "LD.", "ST.")) for name in found), kernel
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

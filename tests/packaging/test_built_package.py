@@ -99,7 +99,7 @@ def print_status_of_kernels(site: Path) -> None:
     print(status_of_kernels(site))
 
 
-def test_with_a_compiler_the_wheel_holds_the_library_and_fits_every_python(sdist: Path, tmp_path: Path) -> None:
+def test_wheel_with_a_compiler(sdist: Path, tmp_path: Path) -> None:
     # Only with the loops for all compilers, since the others take most of the time. The environment of these tests has
     # a build with all loops.
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", "-w", tmp_path)
@@ -122,7 +122,7 @@ def test_with_a_compiler_the_wheel_holds_the_library_and_fits_every_python(sdist
     assert ended.stdout.split() == ["native"]
 
 
-def test_without_a_compiler_it_installs_and_torch_does_the_work(sdist: Path, tmp_path: Path) -> None:
+def test_wheel_without_a_compiler(sdist: Path, tmp_path: Path) -> None:
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
     result = run(sys.executable, "-c", build, cwd=unpacked(sdist, tmp_path), **NO_COMPILER)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -133,9 +133,7 @@ def test_without_a_compiler_it_installs_and_torch_does_the_work(sdist: Path, tmp
     assert ended.stdout.split() == ["reference"]
 
 
-def test_a_failed_build_is_an_error_where_the_library_is_wanted_and_leaves_no_earlier_one(
-    sdist: Path, tmp_path: Path
-) -> None:
+def test_failed_build_leaves_no_library(sdist: Path, tmp_path: Path) -> None:
     tree = unpacked(sdist, tmp_path)
     for native, command in ((None, "build_ext --inplace"), ("1", "build_ext --inplace"), ("0", "--version")):
         left_over = tree / "ddp_compile" / "kernels" / "native" / "_core.abi3.so"
@@ -151,14 +149,14 @@ def test_a_setting_that_means_nothing_is_refused(tmp_path: Path) -> None:
     assert result.returncode != 0 and "DDP_COMPILE_NATIVE='yes' must be 1" in result.stderr
 
 
-def test_the_source_archive_holds_what_its_readme_leads_to(sdist: Path, tmp_path: Path) -> None:
+def test_source_archive_holds_linked_pages(sdist: Path, tmp_path: Path) -> None:
     tree = unpacked(sdist, tmp_path)
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", (tree / "README.md").read_text())
     assert len(links) > 10
     assert [link for link in links if not (tree / link).exists()] == []
 
 
-def test_a_checkout_without_links_is_refused_by_name(tmp_path: Path) -> None:
+def test_checkout_without_links_is_refused(tmp_path: Path) -> None:
     package = tmp_path / "ddp_compile"
     package.mkdir()
     for name in ("setup.py", "ddp_compile/__init__.py", "ddp_compile/checkout.py"):
@@ -171,7 +169,7 @@ def test_a_checkout_without_links_is_refused_by_name(tmp_path: Path) -> None:
         assert "is not a symbolic link to ../kernels" in result.stderr and "core.symlinks true" in result.stderr
 
 
-def test_an_import_leaves_what_takes_long_for_later() -> None:
+def test_import_is_light() -> None:
     """Dynamo alone takes longer to import than all of torch, and a program may import ddp_compile and never compile."""
     code = (
         "import sys, torch; before = set(sys.modules); import ddp_compile, ddp_compile.algorithms, ddp_compile.optim;"

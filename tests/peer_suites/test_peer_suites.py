@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import ast
-import os
-import time
-import unittest
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from peer_suites import stand_ins
-from peer_suites.torch_suites import PeerTest, for_cpu, reaches_ddp
+from peer_suites.torch_suites import for_cpu, reaches_ddp
 from peer_suites.verdict import COMPILED, FAILED, KINDS, LIST, PASSED, REFUSED, Listed, judge, read_list
-from process_copies import run_in_copy
 
 CREATE_GRAPH = Listed(REFUSED, "create_graph=True", "the mean does not lead back")
 ZEROS = Listed(COMPILED, "zeros, not None", "AOTAutograd computes them")
@@ -78,58 +72,9 @@ def test_a_line_without_a_reason_is_refused(line: str, tmp_path: Path) -> None:
         read_list(file)
 
 
-def test_tests_are_found_by_what_their_helpers_name() -> None:
+def test_tests_are_found_by_their_helpers() -> None:
     assert reaches_ddp(TEST_CLASS, "Tests") == ["test_by_helper"]
 
 
 def test_every_device_becomes_the_cpu() -> None:
     assert ast.unparse(for_cpu(FOR_GPUS)) == FOR_CPUS.strip()
-
-
-class Case:
-    """A test case of torch's, as far as the ranks see of one."""
-
-    rank = 0
-
-    def __init__(self, method: str) -> None:
-        self.method = method
-
-    def test_passes(self) -> None:
-        stand_ins.made_one = self.rank == 1
-
-    def test_is_skipped(self) -> None:
-        raise unittest.SkipTest("no GPU")
-
-    def test_fails_on_one_rank(self) -> None:
-        if self.rank == 1:
-            raise ValueError("this rank")
-        time.sleep(100)
-
-    def test_dies_on_one_rank(self) -> None:
-        if self.rank == 1:
-            os._exit(0)
-        time.sleep(100)
-
-    def test_hangs(self) -> None:
-        time.sleep(100)
-
-
-def run_cases() -> None:
-    from peer_suites import on_ranks
-
-    def run(name: str, limit_s: float) -> on_ranks.TestEnd:
-        return on_ranks.run_on_ranks(PeerTest(ModuleType("tests"), Case, name, 2, False), object, limit_s)
-
-    on_ranks.TIME_TO_FAIL_S = 0.1
-    begin = time.monotonic()
-    ended = [run(name, 60.0) for name in dir(Case) if name.startswith("test_") and name != "test_hangs"]
-    assert [end.outcome for end in ended] == ["failed", "failed", "skipped", "passed"]
-    assert [end.error for end in ended] == ["the process of a rank ended", "ValueError: this rank", "no GPU", ""]
-    assert [end.made_one for end in ended] == [False, False, False, True]
-    assert run("test_hangs", 0.5).outcome == "timed out"
-    assert time.monotonic() - begin < 60.0  # nothing that sleeps was waited for
-
-
-def test_ranks_that_fail_die_or_hang_are_ended() -> None:
-    ended = run_in_copy(run_cases)
-    assert ended.exit_code == 0, ended.stderr

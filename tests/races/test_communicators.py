@@ -24,7 +24,7 @@ def launches_with_pauses(name: str, seed: int) -> list[Launch]:
 @pytest.mark.parametrize(
     "name", only(["backward split", "ByteGrad", "hierarchical, two nodes", "asynchronous average", "sharded"], PROGRAMS)
 )
-def test_collectives_are_started_in_one_order_on_all_ranks(ranks: Ranks, name: str, seed: int) -> None:
+def test_collectives_start_in_one_order(ranks: Ranks, name: str, seed: int) -> None:
     first, second = ranks(2).run(launches_with_pauses, name, seed)
     shared = {launch.group for launch in first} & {launch.group for launch in second}
     assert shared

@@ -32,6 +32,6 @@ def test_everything_that_is_written_is_waited_for(ranks: Ranks, name: str, roles
 
 
 @pytest.mark.parametrize("name", STEADY_PROGRAMS)
-def test_the_host_never_waits_for_the_device_in_the_steady_state(ranks: Ranks, name: str) -> None:
+def test_host_never_waits_in_steady_state(ranks: Ranks, name: str) -> None:
     for outcome in ranks(2).run(count_host_waits, name, "distinct"):
         assert outcome.host_waits == []

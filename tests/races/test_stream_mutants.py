@@ -44,7 +44,7 @@ def _name_of(function: ast.expr) -> str:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_nothing_that_keeps_streams_in_order_can_be_left_out(ranks: Ranks) -> None:
+def test_every_wait_between_streams_is_needed(ranks: Ranks) -> None:
     passed_by = {program: set().union(*ranks(2).run(sites_of, program)) for program in PROGRAMS}
     sites = set().union(*passed_by.values())
     places = {(site.path, site.line) for site in sites}

@@ -22,7 +22,7 @@ from ddp_compile.runtime.comm.transfers import Transfer
 
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def test_each_matrix_has_one_owner_and_its_states_are_there_alone() -> None:
+def test_each_matrix_has_one_owner() -> None:
     pair = Pair("muon")
     pair.train(0)
     pair.train(1)
@@ -57,7 +57,7 @@ def test_a_cost_of_users_decides_who_owns_what() -> None:
 
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def test_more_ranks_than_matrices_are_refused_or_train_and_are_told() -> None:
+def test_more_ranks_than_matrices() -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
     reference = copy.deepcopy(module)
@@ -92,7 +92,7 @@ def test_more_ranks_than_matrices_are_refused_or_train_and_are_told() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_a_promise_for_others_does_not_cut_what_is_known_to_need_whole_parameters() -> None:
+def test_elementwise_does_not_cut_muon_matrices() -> None:
     torch.manual_seed(1)
     model: Any = ddp_compile(Net(), bucket_cap_mb=CAP_MB, backend="eager")
     shard_optimizer(muon(model), model, elementwise=True)
@@ -108,7 +108,7 @@ def test_a_promise_for_others_does_not_cut_what_is_known_to_need_whole_parameter
 
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def test_a_step_waits_for_nobody_and_a_bucket_is_gathered_once() -> None:
+def test_step_gathers_once_without_waiting() -> None:
     pair = Pair("muon")
     pair.train(0)
     loss_of(pair.model(batch(1))).backward()
@@ -127,7 +127,7 @@ def test_a_step_waits_for_nobody_and_a_bucket_is_gathered_once() -> None:
 
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def test_each_rank_may_step_its_optimizers_in_another_order() -> None:
+def test_optimizers_stepped_in_another_order() -> None:
     pair = Pair("muon", bucket_cap_mb=1e-5)  # a bucket for each parameter
     pair.train(0)
     transfers, order = pair.model.comm_algorithm._transfers, []
@@ -150,7 +150,7 @@ def test_each_rank_may_step_its_optimizers_in_another_order() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_a_call_of_all_ranks_between_other_steps_is_told() -> None:
+def test_collective_between_other_steps() -> None:
     torch.manual_seed(1)
     model: Any = ddp_compile(Net(), bucket_cap_mb=1e-5, backend="eager")
     parameters = list(model.parameters())
@@ -174,7 +174,7 @@ def test_a_call_of_all_ranks_between_other_steps_is_told() -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_an_optimizer_that_has_not_stepped_is_named(overlap: bool) -> None:
+def test_missing_step_is_named(overlap: bool) -> None:
     pair = Pair("muon", overlap=overlap)
     pair.train(0)
     loss_of(pair.model(batch(1))).backward()
@@ -209,7 +209,7 @@ def test_a_step_that_is_refused_has_not_begun() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_a_grad_scaler_may_leave_out_the_step_of_one_of_them() -> None:
+def test_grad_scaler_skips_one_optimizer() -> None:
     pair = Pair("muon")
     pair.train(0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -24,7 +24,7 @@ def owners_of(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_rank_has_more_than_four_thirds_of_the_best(seed: int) -> None:
+def test_load_is_within_four_thirds_of_best(seed: int) -> None:
     rng = random.Random(seed)
     costs = [float(rng.randint(1, 30)) for _ in range(7)]
     rank_of, loads = owners_of(costs, 3)

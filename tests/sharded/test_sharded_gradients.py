@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,56 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import Mlp, loss_of
-from oracle import WIDTH, batch, equal_on_all_ranks, make, said_by
-from rank_pool import RankPool
+import torch.distributed as dist
+from models import loss_of
+from oracle import batch, equal_on_all_ranks, make, said_by
+from rank_pool import on_ranks
 from torch import nn
 
-Ranks = Callable[[int], RankPool]
 
-
-@torch.compiler.set_stance("force_eager")
-def norms(dtype: torch.dtype) -> list[tuple[float, float]]:
-    """Of this model and of one without shards; the last one of a gradient that is not a number on one rank."""
-    found = []
-    for sharded in (True, False):
-        torch.manual_seed(1)
-        model, _ = make(module=Mlp(WIDTH, 3).to(dtype), sharded=sharded)
-        loss_of(model(batch(0).to(dtype))).backward()
-        of_this = [model.clip_grad_norm_(100.0, order) for order in (1.0, 2.0, math.inf)]
-        assert all(norm.dtype == dtype for norm in of_this)
-        model.zero_grad()
-        inputs = batch(1).to(dtype)
-        inputs[0, 0] = math.nan
-        loss_of(model(inputs)).backward()
-        found.append([float(norm) for norm in (*of_this, model.clip_grad_norm_(1.0, math.inf))])
-    return list(zip(*found, strict=True))
-
-
-def test_norms_are_those_without_shards(ranks: Ranks) -> None:
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
-        for found in ranks(2).run(norms, dtype):
-            for ours, theirs in found:
-                assert ours == pytest.approx(theirs, rel=tolerance, nan_ok=True)
-
-
-@torch.compiler.set_stance("force_eager")
-def gradients_of_all() -> tuple[bool, bool]:
-    found = []
-    for sharded in (True, False):
-        model, _ = make(sharded=sharded, find_unused_parameters=True)
-        model.layers[3].requires_grad_(False)
-        loss_of(model(batch(0))).backward()
-        found.append(model.full_gradients())
-    ours, theirs = found
-    return list(ours) == list(theirs), all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_full_gradients_are_those_without_shards(ranks: Ranks) -> None:
-    assert ranks(2).run(gradients_of_all) == [(True, True), (True, True)]
-
-
-def after_a_compiled_forward(split: str) -> list[str]:
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@on_ranks(2)
+def test_gradients_stay_hidden_after_a_forward(split: str) -> None:
     """Between backward and step, in ``no_sync()`` too: what a user's code does that has forgotten the shards."""
     torch._dynamo.reset()
     model, optimizer = make("sgd", backend="aot_eager", split=split)
@@ -84,19 +43,15 @@ def after_a_compiled_forward(split: str) -> list[str]:
             loss_of(model(batch(2))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return said
+    assert len(said) == 3 * 2 * 3
+    for text in said:
+        assert f"ReplicationError: rank {dist.get_rank()}: " in text
+        assert "Clip with model.clip_grad_norm_(max_norm)" in text
 
 
-@pytest.mark.parametrize("split", ["forward", "backward"])
-def test_gradients_stay_hidden_after_a_forward_that_has_no_backward_yet(ranks: Ranks, split: str) -> None:
-    for rank, said in enumerate(ranks(2).run(after_a_compiled_forward, split)):
-        assert len(said) == 3 * 2 * 3
-        for text in said:
-            assert f"ReplicationError: rank {rank}: " in text and "Clip with model.clip_grad_norm_(max_norm)" in text
-
-
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def stepped_without_the_model() -> tuple[bool, bool, bool]:
+def test_step_after_the_model_is_gone() -> None:
     """A GradScaler asks for the gradients of an optimizer whose model is gone."""
     model, optimizer = make("sgd")
     held, scaler = list(model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -107,8 +62,5 @@ def stepped_without_the_model() -> tuple[bool, bool, bool]:
     gc.collect()
     scaler.step(optimizer)
     after = torch.cat([p.detach().flatten() for p in held])
-    return algorithm() is None, equal_on_all_ranks(after), bool((before != after).any())
-
-
-def test_an_optimizer_steps_after_its_model_is_gone(ranks: Ranks) -> None:
-    assert ranks(2).run(stepped_without_the_model) == [(True, True, True)] * 2
+    assert algorithm() is None
+    assert equal_on_all_ranks(after) and (before != after).any()

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
-from oracle import WIDTH, batch, equal_on_all_ranks, in_a_child, late_rank, make, plain, said_by
-from rank_pool import RankPool
+from oracle import WIDTH, batch, equal_on_all_ranks, in_a_child, late_rank, make, plain, said_by, values_of
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import ReductionError
@@ -19,8 +19,10 @@ from ddp_compile import ReductionError
 Ranks = Callable[[int], RankPool]
 
 
-def compiled_reads(way: str) -> tuple[bool, int]:
-    """Of code that is compiled beside the model: whether all ranks saw the same, and how many graphs there were."""
+@pytest.mark.parametrize("way", ["before", "after", "within"])
+@on_ranks(2)
+def test_compiled_code_reads_complete_parameters(way: str) -> None:
+    """A layer that is compiled before the first step or after it, and a training step that is compiled as a whole."""
     torch._dynamo.reset()
     model, optimizer = make()
     num_graphs, ones = 0, torch.ones(1, WIDTH)
@@ -44,15 +46,8 @@ def compiled_reads(way: str) -> tuple[bool, int]:
 
     for step in range(4):
         (torch.compile(train, backend=backend) if way == "within" else train)(batch(step))
-    return equal_on_all_ranks(torch.cat(seen)), num_graphs
-
-
-@pytest.mark.parametrize("way", ["before", "after", "within"])
-def test_compiled_code_reads_complete_parameters(ranks: Ranks, way: str) -> None:
-    """A layer that is compiled before the first step or after it, and a training step that is compiled as a whole."""
-    for is_equal, num_graphs in ranks(2).run(compiled_reads, way):
-        assert is_equal
-        assert num_graphs <= 1 or way == "within"  # nothing is traced again for a parameter's other class
+    assert equal_on_all_ranks(torch.cat(seen))
+    assert num_graphs <= 1 or way == "within"  # nothing is traced again for a parameter's other class
 
 
 class Shifted(Mlp):
@@ -63,8 +58,9 @@ class Shifted(Mlp):
         self.register_buffer("shift", torch.ones(WIDTH))
 
 
-def read_after_a_forward_that_fails() -> tuple[int, bool]:
-    """How many buckets were being gathered when it failed, before it had read any parameter."""
+@on_ranks(2)
+def test_reads_after_an_early_failure() -> None:
+    """Of a forward that fails before it has read any parameter."""
     model, optimizer = make(module=Shifted(), backend="aot_eager")
     for step in range(2):
         plain(model, optimizer, step)
@@ -81,13 +77,8 @@ def read_after_a_forward_that_fails() -> tuple[int, bool]:
     model._register_buffer_comm_hook(None, fail, "PRE_FORWARD")
     with pytest.raises(ValueError):
         model(batch(3))
-    return under_way, equal_on_all_ranks(torch.cat([p.detach().flatten() for p in model.parameters()]))
-
-
-def test_parameters_are_complete_after_a_forward_that_fails_early(ranks: Ranks) -> None:
-    for under_way, is_equal in ranks(2).run(read_after_a_forward_that_fails):
-        assert under_way > 0
-        assert is_equal
+    assert under_way > 0
+    assert equal_on_all_ranks(values_of(model))
 
 
 def read_after_a_failure(stance: str) -> list[str]:
@@ -113,18 +104,13 @@ def test_parameters_that_never_came_stay_an_error(ranks: Ranks, stance: str) -> 
     assert all("gather of parameters after step 2 failed" in each for each in said)
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def read_in_a_forked_child() -> tuple[list[str], bool]:
+def test_reads_in_a_forked_child_are_refused() -> None:
     model, optimizer = make()
     held = next(model.parameters())
     plain(model, optimizer, 0)
-    said = in_a_child(lambda: [said_by(held.sum), said_by(model.state_dict), said_by(model.await_parameters)])
-    return said, equal_on_all_ranks(held.detach().flatten())
-
-
-def test_a_forked_child_is_told_that_parameters_will_not_come(ranks: Ranks) -> None:
-    for rank, (said, is_equal) in enumerate(ranks(2).run(read_in_a_forked_child)):
-        for text in said:
-            assert f"ReplicationError: rank {rank}: a parameter is read in a process that was forked" in text
-            assert "Call model.await_parameters() before the fork" in text
-        assert is_equal
+    for text in in_a_child(lambda: [said_by(held.sum), said_by(model.state_dict), said_by(model.await_parameters)]):
+        assert f"ReplicationError: rank {dist.get_rank()}: a parameter is read in a process that was forked" in text
+        assert "Call model.await_parameters() before the fork" in text
+    assert equal_on_all_ranks(held.detach().flatten())

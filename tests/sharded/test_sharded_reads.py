@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from in_ci import only
 from models import Mlp, loss_of
 from oracle import WIDTH, batch, equal_on_all_ranks, in_a_child, late_rank, make, plain
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -81,8 +81,10 @@ def evaluated(model: nn.Module) -> Tensor:
     return model(torch.ones(2, WIDTH))
 
 
-def stale_readers(way: str) -> list[str]:
-    """What saw other values than other ranks after a step."""
+@pytest.mark.parametrize("way", ["noticed", "await_parameters", "overlap=False"])
+@on_ranks(2)
+def test_reads_after_a_step_are_complete(way: str) -> None:
+    """What each of them sees is the same on all ranks."""
     model, optimizer = make(overlap=way != "overlap=False")
     held = list(model.parameters())
     plain(model, optimizer, 0)
@@ -99,16 +101,11 @@ def stale_readers(way: str) -> list[str]:
         optimizer.zero_grad()
         if not equal_on_all_ranks(values):
             stale.append(name)
-    return stale
+    assert stale == []
 
 
-@pytest.mark.parametrize("way", ["noticed", "await_parameters", "overlap=False"])
-def test_parameters_that_are_read_after_a_step_are_complete(ranks: Ranks, way: str) -> None:
-    assert ranks(2).run(stale_readers, way) == [[], []]
-
-
-def waits_of_calls() -> list[str]:
-    """Calls of a model that wait, of those that might."""
+@on_ranks(2)
+def test_documented_calls_wait() -> None:
     model, optimizer = make()
     calls: dict[str, Callable[[], Any]] = {
         "zero_grad": model.zero_grad,
@@ -130,22 +127,12 @@ def waits_of_calls() -> list[str]:
         states = {bucket.is_gathering for bucket in model.comm_algorithm.buckets}
         waiting += [name] if states == {False} else []
         model.await_parameters()
-    return waiting
+    assert waiting == [name for name in calls if "zero_grad" not in name]
 
 
-def test_the_places_that_wait_are_those_that_are_documented(ranks: Ranks) -> None:
-    waiting = ["parameters", "named_parameters", "state_dict", "load_state_dict", "deepcopy", "pickle"]
-    expected = [*waiting, "await_parameters", "optimizer.state_dict"]
-    assert ranks(2).run(waits_of_calls) == [expected, expected]
-
-
-def test_awaiting_parameters_does_nothing_without_a_sharded_optimizer(ranks: Ranks) -> None:
-    assert ranks(1).run(await_without_shards) == [None]
-
-
-def await_without_shards() -> None:
-    model, _ = make(sharded=False)
-    return model.await_parameters()
+@on_ranks(1)
+def test_await_parameters_without_shards() -> None:
+    make(sharded=False)[0].await_parameters()
 
 
 class Broken(Mlp):
@@ -184,18 +171,23 @@ def trained_in_parts(sharded: bool, way: str) -> list[Tensor]:
     return [*(p.detach().clone() for p in model.parameters()), *seen]
 
 
-def differing_ways() -> list[str]:
-    ways = ["graph breaks", "many shapes", "told to be eager"]
+@pytest.mark.parametrize("way", ["graph breaks", "many shapes", "told to be eager"])
+@on_ranks(2)
+def test_eager_code_sees_complete_parameters(way: str) -> None:
     with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
-        return [w for w in ways if not all(map(torch.equal, trained_in_parts(True, w), trained_in_parts(False, w)))]
+        assert all(map(torch.equal, trained_in_parts(True, way), trained_in_parts(False, way)))
 
 
-def test_what_python_runs_of_a_forward_sees_complete_parameters(ranks: Ranks) -> None:
-    assert ranks(2).run(differing_ways) == [[], []]
-
-
-def forward_in_order(backend: str, split: str) -> list[int | str]:
-    """Of one forward: at each wait how many buckets are still being gathered after it, and products of matrices."""
+@pytest.mark.parametrize(
+    ("backend", "split"),
+    only(
+        [("aot_eager", "forward"), ("aot_eager", "backward")],
+        [("aot_eager", "forward"), ("aot_eager", "backward"), ("inductor", "backward")],
+    ),
+)
+@on_ranks(2)
+def test_forward_waits_before_each_read(backend: str, split: str) -> None:
+    """At each wait: how many buckets are still being gathered after it; and products of matrices."""
     torch._dynamo.reset()
     model, optimizer = make(backend=backend, split=split)
     for step in range(3):
@@ -214,38 +206,23 @@ def forward_in_order(backend: str, split: str) -> list[int | str]:
         outputs = model(batch(3))
     loss_of(outputs).backward()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    waits_and_products = (event.name for event in events if event.name.startswith(("left ", "aten::addmm", "aten::mm")))
-    return [int(name.removeprefix("left ")) if name.startswith("left ") else "mm" for name in waits_and_products]
+    found = [event.name for event in events if event.name.startswith(("left ", "aten::addmm", "aten::mm"))]
+    num_buckets = len(model.bucket_plan.buckets)
+    assert num_buckets > 2
+    expected = [name for left in range(num_buckets - 1, -1, -1) for name in (f"left {left}", "mm")]
+    assert [name if name.startswith("left ") else "mm" for name in found][: 2 * num_buckets] == expected
 
 
-@pytest.mark.parametrize(
-    ("backend", "split"),
-    only(
-        [("aot_eager", "forward"), ("aot_eager", "backward")],
-        [("aot_eager", "forward"), ("aot_eager", "backward"), ("inductor", "backward")],
-    ),
-)
-def test_a_forward_waits_for_parameters_where_it_reads_them(ranks: Ranks, backend: str, split: str) -> None:
-    for found in ranks(2).run(forward_in_order, backend, split):
-        num_buckets = int(found[0]) + 1
-        assert num_buckets > 2
-        expected = [entry for left in range(num_buckets - 1, -1, -1) for entry in (left, "mm")]
-        assert found[: 2 * num_buckets] == expected, found
-
-
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def profiled_until_after_a_step() -> list[str]:
+def test_profiler_does_not_see_messages() -> None:
+    """One that stops after a step; see `unprofiled_messages`."""
     model, optimizer = make()
     plain(model, optimizer, 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         plain(model, optimizer, 1)
     plain(model, optimizer, 2)  # waits for what the profiler would have seen
-    return sorted({event.name for event in profile.events() if "send" in event.name or "recv" in event.name})
-
-
-def test_a_profiler_that_stops_after_a_step_has_not_seen_its_messages(ranks: Ranks) -> None:
-    """See `unprofiled_messages`."""
-    assert ranks(2).run(profiled_until_after_a_step) == [[], []]
+    assert not [event.name for event in profile.events() if "send" in event.name or "recv" in event.name]
 
 
 # What it keeps, and in which precision.

@@ -6,7 +6,6 @@ import copy
 import math
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -98,7 +97,7 @@ def load(path: str, sharded: bool) -> Any:
     return values_of(model), optimizer.state_dict()
 
 
-def test_what_a_checkpoint_holds_is_what_an_unsharded_one_does(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_are_those_without_shards(ranks: Ranks, tmp_path: Path) -> None:
     paths = {sharded: str(tmp_path / str(sharded)) for sharded in (True, False)}
     saved = {sharded: ranks(2).run(save, path, sharded) for sharded, path in paths.items()}
     (through, own_bytes), (_, other_bytes) = saved[True]
@@ -110,18 +109,6 @@ def test_what_a_checkpoint_holds_is_what_an_unsharded_one_does(ranks: Ranks, tmp
                 assert not unequal(found, through)
     for found in ranks(3).run(load, paths[True], True):
         assert not unequal(found, through, tolerance=1e-4)
-
-
-def save_with_shards_of_single_elements(path: str) -> Any:
-    """As versions did whose shards began at any element on NCCL."""
-    with patch("ddp_compile.runtime.sharded.transfers.PADDED_ALIGNMENT_BYTES", 4):
-        return save(path, True)
-
-
-def test_shards_may_have_begun_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
-    through, _ = ranks(2).run(save_with_shards_of_single_elements, str(tmp_path))[0]
-    for found in ranks(2).run(load, str(tmp_path), True):
-        assert not unequal(found, through, tolerance=1e-6)
 
 
 @torch.compiler.set_stance("force_eager")
@@ -144,7 +131,7 @@ def load_into_new_run(path: str, kind: str, sharded: bool) -> Any:
     return (values_of(model), optimizer.state_dict()), loaded
 
 
-def test_a_new_run_loads_by_names_before_there_are_pieces(ranks: Ranks, tmp_path: Path) -> None:
+def test_new_run_loads_a_checkpoint_by_names(ranks: Ranks, tmp_path: Path) -> None:
     for kind in ("adamw", "sgd, nesterov"):
         path = str(tmp_path / kind)
         through = ranks(2).run(save, path, True, kind)[0][0]

@@ -25,7 +25,7 @@ from ddp_compile import (
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_states_of_low_precision_come_into_master_weights() -> None:
+def test_low_precision_states_to_master_weights() -> None:
     """From an unsharded run, before the first backward: tensors of other shapes, alone and in lists."""
     for make, settings in ((KINDS["adafactor"][0], {}), (whitening_in_float32, {"placement": "whole"})):
         torch.manual_seed(1)
@@ -118,9 +118,7 @@ def goes_on(kind: str, dtype: torch.dtype, states: Any, path: str, way: str) -> 
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("muon", torch.bfloat16)])
-def test_another_number_of_ranks_goes_on_from_a_checkpoint(
-    ranks: Ranks, kind: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_resumes_on_another_number_of_ranks(ranks: Ranks, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     states = ranks(2).run(saved, kind, dtype, str(tmp_path))[0]
     for way in ("at once", "later", "dcp"):
         ranks(3).run(goes_on, kind, dtype, states, str(tmp_path), way)
