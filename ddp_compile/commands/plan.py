@@ -12,7 +12,7 @@ from ddp_compile.config import caps_from_mib
 from ddp_compile.errors import number_of
 from ddp_compile.plan.costs import Collective, Link
 from ddp_compile.plan.scenarios import Scenario, alone_s, scenarios
-from ddp_compile.report.costs import all_reduce_of, computation_of
+from ddp_compile.report.costs import all_reduce_of, costs_of
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
@@ -49,21 +49,22 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.save is not None and not arguments.save.parent.is_dir():
             raise ValueError(f"--save {arguments.save} cannot be written: no folder {arguments.save.parent}; create it")
         report = _report(arguments.profile)
-        computation, plan = computation_of(report), report.plan
+        plan = report.plan
         world_size, all_reduce, link = _transfers(arguments, report)
+        costs = costs_of(report, all_reduce)
         specs = [gradient for bucket in plan.buckets for gradient in bucket.gradients]
         gradients = sorted((replace(each, owner=None) for each in specs), key=lambda each: each.index)
         caps = caps_from_mib(None, 1.0, report.device)
-        found = list(scenarios(gradients, computation, all_reduce, world_size, caps))
+        found = list(scenarios(gradients, costs, world_size, caps))
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
-    unknown = "" if computation.step_s_per_byte else ", which do not have the optimizer's time: it is left out"
+    unknown = "" if costs.step_s_per_byte else ", which do not have the optimizer's time: it is left out"
     size = f"{number_of(len(gradients), 'gradient')}, {sum(each.num_bytes for each in gradients) / 2**20:.1f} MiB"
-    alone = f"{alone_s(gradients, computation) * 1e3:.2f} ms a step on one rank"
+    alone = f"{alone_s(gradients, costs) * 1e3:.2f} ms a step on one rank"
     print(f"{size}; {alone}, from {number_of(len(report.steps), 'step')} of {arguments.profile}{unknown}")
     print(f"{number_of(world_size, 'rank')}, link: {link}")
-    print(_table(found, alone_s(gradients, computation)))
+    print(_table(found, alone_s(gradients, costs)))
     print(_advice(found, report.algorithm == ShardedAlgorithm.name, arguments.save))
     return 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from statistics import linear_regression
 
 from ddp_compile.errors import number_of
@@ -107,10 +107,12 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computation:
-    """What a training step of one model computes on one rank.
+class Costs:
+    """What a training step of one model costs on one rank, apart from how its gradients are grouped.
 
     Args:
+        reduce: The transfer of a bucket in the backward: an all-reduce, or a reduce-scatter.
+        gather: The transfer of a bucket after its step; None if the optimizer is not sharded.
         ready_s: For each parameter, by index, when its gradient is ready: seconds since the backward began, if nothing
             were launched.
         needed_s: For each parameter, by index, when the forward first reads it: seconds since the forward began.
@@ -119,9 +121,12 @@ class Computation:
         step_s_per_byte: The optimizer's time for a byte of gradients. A sharded one's is that of this rank's part.
 
     Raises:
-        ValueError: A time is negative, infinite or NaN.
+        ValueError: A time is negative, infinite or NaN, or with a ``gather``, ``needed_s`` is for other parameters than
+            ``ready_s``.
     """
 
+    reduce: Collective
+    gather: Collective | None = None
     ready_s: Sequence[float]
     needed_s: Sequence[float] = ()
     forward_s: float = 0.0
@@ -135,36 +140,16 @@ class Computation:
         for name, value in named.items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must be a finite number of seconds that is not negative")
-
-    def with_transfers(self, reduce: Collective, gather: Collective | None = None, shards: int = 1) -> Costs:
-        """The costs with these transfers, where each rank's optimizer steps one of ``shards`` parts."""
-        own = {field.name: getattr(self, field.name) for field in fields(Computation)}
-        own["step_s_per_byte"] /= shards
-        return Costs(reduce=reduce, gather=gather, **own)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs(Computation):
-    """What a training step costs, apart from how its gradients are grouped.
-
-    Args:
-        reduce: The transfer of a bucket in the backward: an all-reduce, or a reduce-scatter.
-        gather: The transfer of a bucket after its step; None if the optimizer is not sharded.
-
-    Raises:
-        ValueError: As `Computation`, or with a ``gather``, ``needed_s`` is for other parameters than ``ready_s``.
-    """
-
-    reduce: Collective
-    gather: Collective | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
         if self.gather is not None and len(self.needed_s) != len(self.ready_s):
             raise ValueError(
                 f"needed_s is for {number_of(len(self.needed_s), 'parameter')}, and ready_s for {len(self.ready_s)};"
                 " with gather= pass both for every parameter"
             )
+
+    def sharded(self, world_size: int) -> Costs:
+        """These costs of an all-reduce with a sharded optimizer: two transfers, and one part to step on each rank."""
+        half = self.reduce.half
+        return replace(self, reduce=half, gather=half, step_s_per_byte=self.step_s_per_byte / world_size)
 
 
 def _check_positive(setting: str, value: float, example: str) -> None:

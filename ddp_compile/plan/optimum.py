@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ddp_compile.plan.costs import Costs
 from ddp_compile.plan.packing import by_kind, kind_of, pack
-from ddp_compile.plan.schedule import Load, load_of, loads_of, predict
+from ddp_compile.plan.schedule import predict
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, renumbered
 
 #: Capacities to compare: from all gradients in one bucket down to a 1024th of their bytes, by factors of sqrt(2).
@@ -62,14 +62,13 @@ def fastest_plan(gradients: Iterable[GradientSpec], costs: Costs) -> BucketPlan:
             cut = [bucket for part in parts for bucket in _cut(part, costs)]
             buckets_of_plans.append(sorted(cut, key=lambda bucket: place[bucket.gradients[-1].index]))
     plans = [BucketPlan(renumbered(buckets)) for buckets in buckets_of_plans]
-    return min(plans, key=lambda plan: predict(loads_of(plan, costs), costs).step_s)
+    return min(plans, key=lambda plan: predict(plan, costs).step_s)
 
 
 def _cut(gradients: Sequence[GradientSpec], costs: Costs) -> list[BucketSpec]:
     """The optimal buckets of gradients that are alone, with a boundary wherever the kind changes."""
-    loads = [load_of(BucketSpec(0, (gradient,), 1), costs) for gradient in gradients]
     buckets = []
-    for begin, end in itertools.pairwise([0, *optimal_ends(loads, costs, _changes(gradients))]):
+    for begin, end in itertools.pairwise([0, *optimal_ends(gradients, costs, _changes(gradients))]):
         bucket = BucketSpec(0, tuple(gradients[begin:end]), 1, frame=0)
         buckets.append(replace(bucket, cap_bytes=max(1, bucket.num_bytes)))
     return buckets
@@ -81,11 +80,11 @@ def _changes(gradients: Sequence[GradientSpec]) -> list[int]:
     return [i for i, (before, kind) in enumerate(pairs, start=1) if before != kind]
 
 
-def optimal_ends(loads: Sequence[Load], costs: Costs, opens: Collection[int] = ()) -> list[int]:
+def optimal_ends(gradients: Sequence[GradientSpec], costs: Costs, opens: Collection[int] = ()) -> list[int]:
     """Where each bucket ends, so that the step ends as early as possible; see Note [Optimal boundaries].
 
     Args:
-        loads: Those of single gradients, in launch order.
+        gradients: In launch order.
         costs: With one transfer a bucket.
         opens: Numbers of the gradients that must not share a bucket with the one before.
 
@@ -93,9 +92,10 @@ def optimal_ends(loads: Sequence[Load], costs: Costs, opens: Collection[int] = (
         For each bucket, the number of gradients in it and in those before.
     """
     assert costs.gather is None
-    count = len(loads)
-    sent = torch.tensor([0.0, *itertools.accumulate(float(load.num_bytes) for load in loads)], dtype=torch.float64)
-    ready_s = torch.tensor([0.0, *itertools.accumulate((load.ready_s for load in loads), max)], dtype=torch.float64)
+    count, sizes = len(gradients), [BucketSpec(0, (gradient,), 1).num_bytes for gradient in gradients]
+    ready = itertools.accumulate((costs.ready_s[gradient.index] for gradient in gradients), max)
+    sent = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.float64)
+    ready_s = torch.tensor([0.0, *ready], dtype=torch.float64)
     # The least j so that gradients j + 1 to i may share a bucket.
     begins = set(opens)
     first = torch.tensor([0, *itertools.accumulate((i if i in begins else 0 for i in range(count)), max)])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddp_compile.plan.costs import Collective, Computation, Costs
+from ddp_compile.plan.costs import Costs
 from ddp_compile.plan.optimum import fastest_plan
 from ddp_compile.plan.packing import plan_buckets
-from ddp_compile.plan.schedule import loads_of, predict
+from ddp_compile.plan.schedule import predict
 from ddp_compile.plan.spec import BucketPlan, GradientSpec
 
 _MIB = 2**20
@@ -39,8 +39,7 @@ class Scenario:
 
 def scenarios(
     gradients: Sequence[GradientSpec],
-    computation: Computation,
-    all_reduce: Collective,
+    costs: Costs,
     world_size: int,
     default_caps_bytes: Sequence[int],
 ) -> Iterator[Scenario]:
@@ -48,34 +47,32 @@ def scenarios(
 
     Args:
         gradients: Of the model, by index.
-        computation: Of one step.
-        all_reduce: Of a bucket, over all ranks.
+        costs: With an all-reduce for each bucket.
         world_size: Number of ranks.
         default_caps_bytes: Capacities if nothing is set.
     """
 
     def scenario(name: str, code: str, plan: BucketPlan, costs: Costs, is_saved: bool = False) -> Scenario:
-        step_s, exposed_s = predict(loads_of(plan, costs), costs)
+        step_s, exposed_s = predict(plan, costs)
         is_sharded, kept = costs.gather is not None, plan if is_saved else None
         return Scenario(name=name, code=code, step_s=step_s, exposed_s=exposed_s, is_sharded=is_sharded, plan=kept)
 
-    order = sorted(gradients, key=lambda each: (computation.ready_s[each.index], -each.index))
+    order = sorted(gradients, key=lambda each: (costs.ready_s[each.index], -each.index))
     default = plan_buckets(order, default_caps_bytes)
-    costs = computation.with_transfers(all_reduce)
     yield scenario("default buckets", "ddp_compile(model)", default, costs)
     for mib in _CAPS_MIB:
         plan = plan_buckets(order, [_MIB, mib * _MIB])
         yield scenario(f"buckets of {mib} MiB", f"ddp_compile(model, bucket_cap_mb={mib})", plan, costs)
     code = 'ddp_compile(model, bucket_plan="FILE")'
     yield scenario("best boundaries", code, fastest_plan(order, costs), costs, is_saved=True)
-    costs = computation.with_transfers(all_reduce.half, all_reduce.half, world_size)
+    costs = costs.sharded(world_size)
     sharded = "shard_optimizer(optimizer, model)"
     yield scenario("sharded optimizer", sharded, default, costs)
     name = "sharded optimizer, best buckets"
     yield scenario(name, f"{code}; {sharded}", fastest_plan(order, costs), costs, is_saved=True)
 
 
-def alone_s(gradients: Sequence[GradientSpec], computation: Computation) -> float:
+def alone_s(gradients: Sequence[GradientSpec], costs: Costs) -> float:
     """A step on one rank alone."""
-    stepped_s = computation.step_s_per_byte * sum(gradient.num_bytes for gradient in gradients)
-    return max(computation.ready_s) + computation.forward_s + stepped_s
+    stepped_s = costs.step_s_per_byte * sum(gradient.num_bytes for gradient in gradients)
+    return max(costs.ready_s) + costs.forward_s + stepped_s

@@ -17,20 +17,11 @@ Computation and communication do not slow each other down, and all ranks are ali
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ddp_compile.errors import number_of
 from ddp_compile.plan.costs import Costs
-from ddp_compile.plan.spec import BucketPlan, BucketSpec
-
-
-class Load(NamedTuple):
-    """A bucket's size, and when it is ready and needed."""
-
-    num_bytes: int  #: of its flat buffer
-    ready_s: float  #: when its last gradient is ready, since the backward began, if nothing were launched
-    needed_s: float = 0.0  #: when the forward reads its first parameter, since the forward began
+from ddp_compile.plan.spec import BucketPlan
 
 
 class Prediction(NamedTuple):
@@ -40,8 +31,8 @@ class Prediction(NamedTuple):
     exposed_s: float  #: the part of it in which the computation waits for communication
 
 
-def loads_of(plan: BucketPlan, costs: Costs) -> list[Load]:
-    """The load of each bucket of a plan.
+def predict(plan: BucketPlan, costs: Costs) -> Prediction:
+    """The step with this plan, see Note [The model of a step].
 
     Raises:
         ValueError: The costs are those of a model with another number of parameters.
@@ -51,32 +42,22 @@ def loads_of(plan: BucketPlan, costs: Costs) -> list[Load]:
             f"the plan has {number_of(len(plan.bucket_of_parameter), 'parameter')}, and the costs are for"
             f" {len(costs.ready_s)}; pass the costs of the same model"
         )
-    return [load_of(bucket, costs) for bucket in plan.buckets]
-
-
-def load_of(bucket: BucketSpec, costs: Costs) -> Load:
-    indices = [gradient.index for gradient in bucket.gradients]
-    needed_s = min(costs.needed_s[index] for index in indices) if costs.needed_s else 0.0
-    return Load(bucket.num_bytes, max(costs.ready_s[index] for index in indices), needed_s)
-
-
-def predict(loads: Sequence[Load], costs: Costs) -> Prediction:
-    """The step with these buckets in launch order, see Note [The model of a step]."""
-    ready_s, reduced_s, launches_s = 0.0, 0.0, len(loads) * costs.launch_s
-    for number, load in enumerate(loads, start=1):
-        ready_s = max(ready_s, load.ready_s)
-        reduced_s = max(reduced_s, ready_s + number * costs.launch_s) + costs.reduce.time_s(load.num_bytes)
+    ready_s, reduced_s, launches_s = 0.0, 0.0, len(plan.buckets) * costs.launch_s
+    for number, bucket in enumerate(plan.buckets, start=1):
+        ready_s = max(ready_s, *(costs.ready_s[gradient.index] for gradient in bucket.gradients))
+        reduced_s = max(reduced_s, ready_s + number * costs.launch_s) + costs.reduce.time_s(bucket.num_bytes)
     reduced_s = max(reduced_s, ready_s + launches_s)
     exposed_s = reduced_s - (ready_s + launches_s)
-    stepped_s = reduced_s + costs.step_s_per_byte * sum(load.num_bytes for load in loads)
+    stepped_s = reduced_s + costs.step_s_per_byte * plan.num_bytes
     if costs.gather is not None:
         stepped_s += launches_s
         gathered_s = launched_s = reduced_s
         late_s = 0.0  # of the forward, at its end
-        for load in reversed(loads):
-            launched_s += costs.step_s_per_byte * load.num_bytes + costs.launch_s
-            gathered_s = max(gathered_s, launched_s) + costs.gather.time_s(load.num_bytes)
-            late_s = max(late_s, gathered_s - stepped_s - load.needed_s)
+        for bucket in reversed(plan.buckets):
+            launched_s += costs.step_s_per_byte * bucket.num_bytes + costs.launch_s
+            gathered_s = max(gathered_s, launched_s) + costs.gather.time_s(bucket.num_bytes)
+            needed_s = min(costs.needed_s[gradient.index] for gradient in bucket.gradients)
+            late_s = max(late_s, gathered_s - stepped_s - needed_s)
         exposed_s += late_s
         stepped_s += late_s
     return Prediction(stepped_s + costs.forward_s, exposed_s)

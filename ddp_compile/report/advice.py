@@ -8,9 +8,6 @@ from statistics import median
 from typing import Literal, get_args
 
 from ddp_compile.errors import format_ranks, number_of, shorten_names
-from ddp_compile.plan.costs import Costs
-from ddp_compile.plan.schedule import Load, predict
-from ddp_compile.report.costs import collective_of
 from ddp_compile.report.steps import LEAST_SHARE, Kind, MeasuredSteps
 from ddp_compile.report.text import format_ms, shorten
 from ddp_compile.report.timing import Times, median_times
@@ -23,10 +20,6 @@ _OFTEN = 0.8
 _ALL = 0.9
 #: Advice of each kind, the costliest first.
 _MOST = 3
-#: Numbers of buckets that one bucket may be split into.
-_PIECES = (2, 4, 8)
-#: If the predicted exposed time differs from the measured one by a larger share, the prediction is not used.
-_TOLERANCE = 0.15
 _NOUN = {"reduce": "reduction", "gather": "gather"}
 
 
@@ -91,15 +84,8 @@ def _reduced(report: MeasuredSteps, bucket: int, times: Mapping[int, Times], lea
     names = shorten_names([shorten(gradient.fqn) for gradient in report.buckets[bucket].gradients])
     exposed = format_ms(times[bucket].least_exposed_s)
     text = f"bucket {bucket} ({names}) is exposed for {exposed} on every rank in the median"
-    if reason := _reason(report, bucket, times, least_s):
-        text += f": {reason}"
-    pieces, hidden_s = _best_split(report, times, bucket)
-    if hidden_s >= least_s:
-        text += (
-            f"; {pieces} buckets in its place would hide about {format_ms(hidden_s)}, if its gradients become ready at"
-            " an even pace"
-        )
-    return text
+    reason = _reason(report, bucket, times, least_s)
+    return f"{text}: {reason}" if reason else text
 
 
 def _reason(report: MeasuredSteps, bucket: int, times: Mapping[int, Times], least_s: float) -> str:
@@ -115,33 +101,6 @@ def _reason(report: MeasuredSteps, bucket: int, times: Mapping[int, Times], leas
     if is_last or launch is None or launch.is_early:
         return ""
     return f"it is not launched while the backward computes: {launch.when}"
-
-
-def _best_split(report: MeasuredSteps, times: Mapping[int, Times], bucket: int) -> tuple[int, float]:
-    """Into how many equal buckets to split one, and the time that this is predicted to hide; 0 if that is unknown.
-
-    The prediction is `predict`, with a transfer fitted to the measured ones. It is used only if it reproduces the
-    exposed time that was measured.
-    """
-    try:
-        costs = Costs(reduce=collective_of(report), ready_s=())
-    except ValueError:
-        return 1, 0.0
-    loads = [Load(report.buckets[index].num_bytes, own.ready) for index, own in times.items()]
-    as_measured_s, exposed_s = predict(loads, costs).exposed_s, sum(own.least_exposed_s for own in times.values())
-    if abs(as_measured_s - exposed_s) > _TOLERANCE * exposed_s:
-        return 1, 0.0
-    i = list(times).index(bucket)
-    began = [rank.backward_began for step in report.steps for rank in step.ranks if rank.backward_began is not None]
-    # Its first gradient is ready after the bucket before it. If the backward's begin is not known, nothing is gained.
-    begun = loads[i - 1].ready_s if i else median(began or [loads[i].ready_s])
-    found = [(1, 0.0)]
-    for pieces in _PIECES:
-        if pieces <= len(report.buckets[bucket].gradients):
-            apart = (loads[i].ready_s - begun) / pieces
-            parts = [Load(loads[i].num_bytes // pieces, begun + apart * (n + 1)) for n in range(pieces)]
-            found.append((pieces, as_measured_s - predict([*loads[:i], *parts, *loads[i + 1 :]], costs).exposed_s))
-    return max(found, key=lambda split: split[1])
 
 
 def _late(report: MeasuredSteps, least_s: float) -> Iterator[Advice]:

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from ddp_compile.errors import number_of
-from ddp_compile.plan.costs import Collective, Computation, fit_collective
+from ddp_compile.plan.costs import Collective, Costs, fit_collective
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.report.steps import Kind, MeasuredSteps, RankStep, union_length, waits_of
 
 
-def computation_of(report: MeasuredSteps) -> Computation:
-    """The computation of measured steps.
+def costs_of(report: MeasuredSteps, all_reduce: Collective) -> Costs:
+    """The costs of measured steps, if each bucket took this all-reduce.
 
     Raises:
         ValueError: No step has gradients of every bucket.
@@ -51,7 +51,8 @@ def computation_of(report: MeasuredSteps) -> Computation:
     }
     launches = [t.launch_returned - t.launched for rank in ranks for t in rank.transfers]
     steps_s = [time for rank in ranks for time in _step_s_per_byte(rank)]
-    return Computation(
+    return Costs(
+        reduce=all_reduce,
         ready_s=[ready_s for _, ready_s in sorted(ready_of_parameter.items())],
         needed_s=[needed_s for _, needed_s in sorted(needed_of_parameter.items())],
         forward_s=forward_s,

@@ -26,7 +26,7 @@ from ddp_compile.runtime.sharded.gradients import ShardedGradients, norm_over_ra
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 from ddp_compile.runtime.sharded.owners import Owners
 from ddp_compile.runtime.sharded.parameters import ShardedParameters
-from ddp_compile.runtime.sharded.transfers import ReducedShard, ShardTransfers
+from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 
 class ShardedAlgorithm(CommAlgorithm, Sharding):
@@ -257,5 +257,5 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
 def _shard_of(bucket: Bucket) -> Tensor:
     """This rank's part of the mean of a bucket."""
-    assert isinstance(bucket.iteration.work, ReducedShard)
-    return bucket.iteration.work.shard
+    assert bucket.iteration.work is not None
+    return bucket.iteration.work.result()[0]

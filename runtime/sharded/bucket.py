@@ -117,15 +117,15 @@ class ShardedBucket:
         for spec, place, offset in zip(self.spec.gradients, self._layout.views, self._offsets, strict=True):
             if spec.owner is not None:
                 if spec.owner == rank:
-                    in_shard = shard.numel + offset - own.begin
+                    in_shard = len(shard) + offset - own.start
                     pieces.append(self._piece(spec.index, 0, spec.numel, in_shard, offset, place))
                 continue
-            begin = max(0, shard.begin - offset)
-            end = max(begin, min(spec.numel, shard.end - offset))
+            begin = max(0, shard.start - offset)
+            end = max(begin, min(spec.numel, shard.stop - offset))
             if begin < end or (not spec.numel and rank == 0):
                 values = self.flat[offset + begin : offset + end]
                 values = values if place.dim() else values[0]  # the optimizer then keeps numbers, not tensors
-                in_shard = offset + begin - shard.begin
+                in_shard = offset + begin - shard.start
                 pieces.append(self._piece(spec.index, begin, end, in_shard, offset + begin, values))
         return pieces
 

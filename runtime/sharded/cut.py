@@ -10,26 +10,11 @@ from ddp_compile.plan.spec import BucketSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Elements of a flat buffer that follow each other, from ``begin`` to before ``end``."""
-
-    begin: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        return self.end - self.begin
-
-    def of(self, flat: Tensor) -> Tensor:
-        return flat[self.begin : self.end]
-
-
-@dataclass(frozen=True, slots=True)
 class Cut:
     """How the flat buffer of a bucket is divided among the ranks.
 
     Parameters without an owner are cut: each rank keeps a shard of ``shard_numel`` elements of them, the last ranks
-    fewer or none. A rank keeps all elements of the parameters that it owns. So a rank keeps up to two runs.
+    fewer or none. A rank keeps all elements of the parameters that it owns. So a rank keeps up to two ranges.
 
     Args:
         shards: The shard of each rank.
@@ -37,8 +22,8 @@ class Cut:
         shard_numel: Length of a shard that is not cut short.
     """
 
-    shards: tuple[Run, ...]
-    owned: tuple[Run, ...]
+    shards: tuple[range, ...]
+    owned: tuple[range, ...]
     shard_numel: int
 
     @classmethod
@@ -48,23 +33,24 @@ class Cut:
         Args:
             unit: Shards begin at multiples of so many elements.
         """
-        runs = {
-            owner: (begin // element_size, end // element_size) for owner, (begin, end) in spec.bytes_of_owner.items()
+        ranges = {
+            owner: range(begin // element_size, end // element_size)
+            for owner, (begin, end) in spec.bytes_of_owner.items()
         }
-        _, numel = runs.get(None, (0, 0))
+        numel = len(ranges.get(None, ()))  # those without an owner come first
         size = -(-numel // (world_size * unit)) * unit
-        shards = tuple(Run(min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(world_size))
-        return cls(shards, tuple(Run(*runs.get(rank, (numel, numel))) for rank in range(world_size)), size)
+        shards = tuple(range(min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(world_size))
+        return cls(shards, tuple(ranges.get(rank, range(0)) for rank in range(world_size)), size)
 
     @property
     def is_even(self) -> bool:
         """Whether nothing has an owner, so that all ranks keep about as much."""
-        return not any(run.numel for run in self.owned)
+        return not any(self.owned)
 
     def numel_of(self, rank: int) -> int:
         """Number of elements that a rank keeps."""
-        return self.shards[rank].numel + self.owned[rank].numel
+        return len(self.shards[rank]) + len(self.owned[rank])
 
     def parts_of(self, rank: int, flat: Tensor) -> list[Tensor]:
         """The elements of a flat buffer that a rank keeps: views, none of them empty."""
-        return [run.of(flat) for run in (self.shards[rank], self.owned[rank]) if run.numel]
+        return [flat[kept.start : kept.stop] for kept in (self.shards[rank], self.owned[rank]) if kept]

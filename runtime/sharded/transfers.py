@@ -35,59 +35,37 @@ from ddp_compile.runtime.sharded.cut import Cut
 REDUCTION_TAG = 2**15
 
 
-class ReducedShard:
-    """A bucket on its way to shards; the reducer waits for it.
+#: What starts to reduce a flat buffer to shards, or to fill in the other ranks' parts of one.
+_Start = Callable[[Tensor, Cut], Transfer]
 
-    ``parts`` are the ranks' contributions to this rank's shard, in their order; one alone is the sum already.
+
+def _reduction(works: Sequence[dist.Work], parts: Sequence[Tensor], flat: Tensor) -> Transfer:
+    """The transfer whose result is this rank's shard, shape (n,), on memory of its own.
+
+    Args:
+        parts: The ranks' contributions to it, in their order; one alone is the sum already.
+        flat: What is sent, kept until it has been.
     """
-
-    def __init__(self, transfer: Transfer, parts: Sequence[Tensor], flat: Tensor) -> None:
-        self._transfer = transfer
-        self._parts = list(parts)
-        self._flat = flat
-        self._shard: Tensor | None = None
-
-    @property
-    def works(self) -> Sequence[dist.Work | torch.Future[Any]]:
-        return self._transfer.works
-
-    def wait(self) -> None:
-        """See `ddp_compile.runtime.buckets.comm_algorithm.Pending`."""
-        if self._shard is not None:
-            return
-        self._transfer.wait()
-        streams.used_here(self._parts)  # allocated where the bucket was launched
-        first, *others = self._parts
-        if others:
-            first = first.add(others[0])  # not in place: it may lie in the flat buffer, which can be sent again
-            for part in others[1:]:
-                first.add_(part)
-        self._parts = []
-        self._shard = first
-
-    @property
-    def shard(self) -> Tensor:
-        """After `wait`: the sum over the ranks of this rank's shard, shape (n,), on memory of its own."""
-        assert self._shard is not None
-        return self._shard
-
-    def result(self) -> list[Tensor]:
-        """See `ddp_compile.runtime.buckets.comm_algorithm.Pending`."""
-        return [self._flat]
+    return Transfer(works, then=partial(_add_up, parts, flat))
 
 
-# What starts to add up a flat buffer, or to fill in the other ranks' parts of one.
-_ReduceScatter = Callable[[Tensor, Cut], ReducedShard]
-_AllGather = Callable[[Tensor, Cut], Transfer]
+def _add_up(parts: Sequence[Tensor], _flat: Tensor, _values: object) -> list[Tensor]:
+    streams.used_here(parts)  # allocated where the bucket was launched
+    total, *others = parts
+    if others:
+        total = total.add(others[0])  # not in place: it may lie in the flat buffer, which can be sent again
+        for part in others[1:]:
+            total.add_(part)
+    return [total]
 
 
-def _reduce_scatter_by_collective(group: dist.ProcessGroup, flat: Tensor, cut: Cut) -> ReducedShard:
+def _reduce_scatter_by_collective(group: dist.ProcessGroup, flat: Tensor, cut: Cut) -> Transfer:
     numel = cut.shard_numel * group.size()
     if flat.untyped_storage().nbytes() < numel * flat.element_size():  # nothing is reserved in the first backward
         flat = torch.nn.functional.pad(flat, (0, numel - flat.numel()))
     whole = flat.as_strided((numel,), (1,))
     shard = flat.new_empty(cut.shard_numel)
-    return ReducedShard(Transfer([torch_internals.reduce_scatter_single(shard, whole, group)]), [shard], flat)
+    return _reduction([torch_internals.reduce_scatter_single(shard, whole, group)], [shard], flat)
 
 
 def _all_gather_by_collective(group: dist.ProcessGroup, flat: Tensor, cut: Cut) -> Transfer:
@@ -112,35 +90,35 @@ class _Messages:
         self._is_gloo = is_gloo
         self._num_gathers = 0
 
-    def reduce_scatter(self, flat: Tensor, cut: Cut) -> ReducedShard:
+    def reduce_scatter(self, flat: Tensor, cut: Cut) -> Transfer:
         rank = self._group.rank()
         own = cut.parts_of(rank, flat)
         contributions = flat.new_empty((len(self._others), cut.numel_of(rank)))
         into = dict(zip(self._others, contributions, strict=True))
         received = {other: list(row.split([part.numel() for part in own])) for other, row in into.items()}
-        transfer = self._exchange({other: cut.parts_of(other, flat) for other in self._others}, received, REDUCTION_TAG)
+        works = self._exchange({other: cut.parts_of(other, flat) for other in self._others}, received, REDUCTION_TAG)
         mine = own[0] if len(own) == 1 else torch.cat(own) if own else flat[:0]
-        return ReducedShard(transfer, [into.get(each, mine) for each in range(self._group.size())], flat)
+        return _reduction(works, [into.get(each, mine) for each in range(self._group.size())], flat)
 
     def all_gather(self, flat: Tensor, cut: Cut) -> Transfer:
         self._num_gathers += 1
         own = cut.parts_of(self._group.rank(), flat)
         into = {other: cut.parts_of(other, flat) for other in self._others}
-        return self._exchange(dict.fromkeys(self._others, own), into, self._num_gathers % REDUCTION_TAG)
+        return Transfer(self._exchange(dict.fromkeys(self._others, own), into, self._num_gathers % REDUCTION_TAG))
 
     def _exchange(
         self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]], tag: int
-    ) -> Transfer:
+    ) -> list[dist.Work]:
         incoming = [(rank, part) for rank, parts in received.items() for part in parts]
         outgoing = [(rank, part) for rank, parts in sent.items() for part in parts]
         with torch_internals.unprofiled_messages():
             if self._is_gloo:
-                works = [self._group.recv([part], rank, tag) for rank, part in incoming]
+                works: list[dist.Work] = [self._group.recv([part], rank, tag) for rank, part in incoming]
                 works += [self._group.send([part], rank, tag) for rank, part in outgoing]
-                return Transfer(works)
+                return works
             operations = [dist.P2POp(dist.irecv, part, self._ranks[rank], self._group, tag) for rank, part in incoming]
             operations += [dist.P2POp(dist.isend, part, self._ranks[rank], self._group, tag) for rank, part in outgoing]
-            return Transfer(dist.batch_isend_irecv(operations) if operations else ())
+            return dist.batch_isend_irecv(operations) if operations else []
 
 
 class ShardTransfers:
@@ -160,8 +138,8 @@ class ShardTransfers:
         self._by_messages = is_gloo and not streams.has_streams(device)
         reduce_scatter = _Messages(for_gradients, is_gloo).reduce_scatter
         all_gather = _Messages(for_gathers, is_gloo).all_gather
-        self._uneven: tuple[_ReduceScatter, _AllGather] = reduce_scatter, all_gather
-        self._even: tuple[_ReduceScatter, _AllGather] = reduce_scatter, all_gather
+        self._uneven: tuple[_Start, _Start] = reduce_scatter, all_gather
+        self._even: tuple[_Start, _Start] = reduce_scatter, all_gather
         if not self._by_messages:
             self._even = (
                 partial(_reduce_scatter_by_collective, for_gradients),
@@ -183,10 +161,10 @@ class ShardTransfers:
         element_size: int = getattr(torch, spec.dtype).itemsize
         return Cut.of(spec, self.world_size, element_size, PADDED_ALIGNMENT_BYTES // element_size)
 
-    def reduce_scatter(self, flat: Tensor, cut: Cut) -> ReducedShard:
-        """Start to add up a flat buffer, shape (n,), over the ranks, each of which gets the sum of what it keeps."""
+    def reduce_scatter(self, flat: Tensor, cut: Cut) -> Transfer:
+        """Start to add up a flat buffer, shape (n,), over the ranks; the result is the sum of what this one keeps."""
         if self.world_size == 1:
-            return ReducedShard(Transfer(), [flat.clone()], flat)
+            return _reduction((), [flat.clone()], flat)
         reduce_scatter, _ = self._even if cut.is_even else self._uneven
         return reduce_scatter(flat, cut)
 

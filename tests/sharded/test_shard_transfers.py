@@ -15,8 +15,9 @@ from rank_pool import Ranks
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile, shard_optimizer, torch_internals
+from ddp_compile.runtime.comm.transfers import Transfer
 from ddp_compile.runtime.sharded.cut import Cut
-from ddp_compile.runtime.sharded.transfers import ReducedShard, ShardTransfers
+from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 NUM_STEPS = 4
 
@@ -48,7 +49,7 @@ def train(collectives: bool, same_batches: bool) -> Trained:
     in_place: list[list[bool]] = []
     launch, reduce_scatter = ShardTransfers.reduce_scatter, torch_internals.reduce_scatter_single
 
-    def recorded_launch(self: ShardTransfers, flat: Tensor, cut: Cut) -> ReducedShard:
+    def recorded_launch(self: ShardTransfers, flat: Tensor, cut: Cut) -> Transfer:
         launched.append(flat)
         return launch(self, flat, cut)
 

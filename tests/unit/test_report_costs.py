@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_compile.plan.costs import Collective, Computation
+from ddp_compile.plan.costs import Collective, Costs
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, renumbered
-from ddp_compile.report.costs import all_reduce_of, collective_of, computation_of
+from ddp_compile.report.costs import all_reduce_of, collective_of, costs_of
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import RankStep, Step, Transfer
 
@@ -84,12 +84,12 @@ def test_transfers_with_a_late_rank() -> None:
     assert collective.s_per_byte == pytest.approx(S_PER_BYTE)
 
 
-def test_computation_with_a_late_rank() -> None:
-    computation = computation_of(measured())
+def test_costs_with_a_late_rank() -> None:
+    costs = costs_of(measured(), LINK)
     # c and b share a bucket that is ready after 10 ms, c having a quarter of its bytes.
-    assert computation.ready_s == pytest.approx([0.040, 0.010, 0.0025])
-    assert computation.forward_s == pytest.approx(0.020) and computation.launch_s == pytest.approx(5e-5)
-    assert computation.needed_s == pytest.approx([0.0, 0.015, 0.020 * (1 - 1 / 16)])
+    assert costs.ready_s == pytest.approx([0.040, 0.010, 0.0025])
+    assert costs.forward_s == pytest.approx(0.020) and costs.launch_s == pytest.approx(5e-5)
+    assert costs.needed_s == pytest.approx([0.0, 0.015, 0.020 * (1 - 1 / 16)])
 
 
 def test_rounding_makes_no_time_negative(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +110,7 @@ def test_rounding_makes_no_time_negative(monkeypatch: pytest.MonkeyPatch) -> Non
             ),
         )
         report = replace(report, steps=(Step(number=1, ranks=(exact,)),))
-        computation = computation_of(report)
-        assert 0 <= computation.with_transfers(LINK, LINK).needed_s[0] < 1e-15
+        assert 0 <= costs_of(report, LINK).needed_s[0] < 1e-15
 
 
 def with_gathers(rank: RankStep, times: Sequence[tuple[int, int, float, float | None, float | None]]) -> RankStep:
@@ -133,38 +132,38 @@ def with_gathers(rank: RankStep, times: Sequence[tuple[int, int, float, float | 
     return replace(rank, transfers=(*gathers, *rank.transfers))
 
 
-def computation_with_gathers(*times: tuple[int, int, float, float | None, float | None]) -> Computation:
+def costs_with_gathers(*times: tuple[int, int, float, float | None, float | None]) -> Costs:
     report = measured()
     steps = tuple(replace(step, ranks=tuple(with_gathers(rank, times) for rank in step.ranks)) for step in report.steps)
-    return computation_of(replace(report, steps=steps))
+    return costs_of(replace(report, steps=steps), LINK)
 
 
 def test_sharded_optimizer() -> None:
     # 1 ms for 8000 bytes, and 2 ms for 4000; the forward waits 4 of the 9 ms of the last wait.
-    computation = computation_with_gathers((1, 8000, -0.010, None, None), (0, 4000, -0.008 + 5e-5, -0.005, 0.004))
-    assert computation.forward_s == pytest.approx(0.016)
-    assert computation.step_s_per_byte == pytest.approx(3 * 0.002 / 4000)  # three ranks step a third each
+    costs = costs_with_gathers((1, 8000, -0.010, None, None), (0, 4000, -0.008 + 5e-5, -0.005, 0.004))
+    assert costs.forward_s == pytest.approx(0.016)
+    assert costs.step_s_per_byte == pytest.approx(3 * 0.002 / 4000)  # three ranks step a third each
     # It did not wait for both buckets, so the forward is taken to mirror the backward.
-    assert computation.needed_s == pytest.approx([0.0, 0.012, 0.016 * (1 - 1 / 16)])
-    assert computation_of(measured()).step_s_per_byte == 0.0
+    assert costs.needed_s == pytest.approx([0.0, 0.012, 0.016 * (1 - 1 / 16)])
+    assert costs_of(measured(), LINK).step_s_per_byte == 0.0
 
 
 def test_needs_are_where_the_forward_waits() -> None:
     # It reads "a" after 1 ms and waits 3 ms; the other bucket is read 2 ms later, and what it waited for is there.
-    computation = computation_with_gathers((1, 8000, -0.010, 0.001, 0.004), (0, 4000, -0.008, 0.006, 0.006))
-    assert computation.forward_s == pytest.approx(0.017)
+    costs = costs_with_gathers((1, 8000, -0.010, 0.001, 0.004), (0, 4000, -0.008, 0.006, 0.006))
+    assert costs.forward_s == pytest.approx(0.017)
     # Of the last 14 ms, three quarters of the bytes, "b", pass before "c" is read.
-    assert computation.needed_s == pytest.approx([0.001, 0.003, 0.003 + 0.014 * 3 / 4])
+    assert costs.needed_s == pytest.approx([0.001, 0.003, 0.003 + 0.014 * 3 / 4])
 
 
 def test_needs_in_the_order_of_gradients() -> None:
-    computation = computation_with_gathers((1, 8000, -0.010, 0.006, 0.006), (0, 4000, -0.008, 0.002, 0.002))
-    assert computation.needed_s == pytest.approx([0.006, 0.002, 0.002 + 0.004 * 3 / 4])
+    costs = costs_with_gathers((1, 8000, -0.010, 0.006, 0.006), (0, 4000, -0.008, 0.002, 0.002))
+    assert costs.needed_s == pytest.approx([0.006, 0.002, 0.002 + 0.004 * 3 / 4])
 
 
 def test_needs_of_the_backward() -> None:
-    computation = computation_with_gathers((1, 8000, -0.010, 0.0, 0.0), (0, 4000, -0.008, 0.030, 0.031))
-    assert computation.needed_s == pytest.approx([0.0, 0.020, 0.020])
+    costs = costs_with_gathers((1, 8000, -0.010, 0.0, 0.0), (0, 4000, -0.008, 0.030, 0.031))
+    assert costs.needed_s == pytest.approx([0.0, 0.020, 0.020])
 
 
 def test_json_has_the_same_costs() -> None:
@@ -196,7 +195,7 @@ def test_profiles_that_say_too_little() -> None:
     ):
         collective_of(measured(), "gather")
     with pytest.raises(ValueError, match="the profile has 0 steps, and none in which every bucket is reduced; measure"):
-        computation_of(replace(measured(), steps=()))
+        costs_of(replace(measured(), steps=()), LINK)
 
 
 def test_times_that_give_no_rate() -> None:
