@@ -1,133 +1,265 @@
-"""Buckets launched inside the compiled backward: early where that is safe, and an error where it was not."""
+"""Which graphs are left whole: backends, compiled autograd, ``split="auto"``; and what that leaves alone."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from beside import own_batch, pair, train_beside
-from in_ci import only
-from models import Mlp, largest, loss_of
-from rank_pool import on_ranks
-from torch import Tensor, nn
+import torch._inductor.compile_fx as inductor
+from residual_layers import ONE_LAYER_MIB, WIDTH, ResidualLayers
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch.utils.checkpoint import checkpoint
-from ways_to_train import APPEARS_AT, WAYS, count_early
+from ways_to_train import count_early
 
 from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
-from ddp_compile.errors import GradientArrivalError
 
-LATE_WAYS = [
-    "contributor_that_appears_on_one_rank",
-    "tensor_hook_on_data_on_one_rank",
-]
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
-def mlp() -> nn.Module:
-    return Mlp(33, 4)
+def replicated(split: str = "backward", make: Callable[[], nn.Module] = ResidualLayers, **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = ddp_compile(make(), split=split, **{"bucket_cap_mb": ONE_LAYER_MIB, **settings})
+    # With a hook buckets are launched on a single rank as well, and so inside the backward.
+    model.register_comm_hook(None, allreduce_hook)
+    return model
 
 
-def averages_and_counts(num_calls: dict[int, int], bucket: Any) -> torch.futures.Future[Tensor]:
-    """A hook with a state, which the second call for a bucket in one step would change again."""
-    num_calls[bucket.index()] = num_calls.get(bucket.index(), 0) + 1
-    return allreduce_hook(None, bucket)
+def step(model: nn.Module, rows: int = 8) -> None:
+    model.zero_grad()
+    model(torch.ones(rows, WIDTH)).square().sum().backward()
 
 
-@on_ranks(2)
-def test_comm_hooks_with_a_state_are_called_once_for_a_bucket() -> None:
-    models = pair(mlp, bucket_cap_mb=0.003, split="backward")
-    num_calls: dict[int, int] = {}
-    models[0].register_comm_hook(num_calls, averages_and_counts)
-    step_of = WAYS["contributor_that_appears_on_one_rank"].step
-    assert largest(train_beside(models, step_of, APPEARS_AT + 1, width=33)) == 0.0
-    assert num_calls == dict.fromkeys(range(4), APPEARS_AT + 1)
-    assert "the comm hook averages_and_counts must not be called twice for a bucket" in str(models[0].explain())
+def num_launched_early(model: nn.Module, rows: int = 8) -> int:
+    """Of six buckets; the last one is ready when the backward ends, and left to its hooks."""
+    launched = count_early(model)
+    step(model, rows)
+    return len(launched)
 
 
-@pytest.mark.parametrize("way", LATE_WAYS)
-@on_ranks(2)
-def test_comm_hooks_without_a_state_are_called_again(way: str) -> None:
-    models = pair(mlp, bucket_cap_mb=0.003, split="backward")
-    models[0].register_comm_hook(None, allreduce_hook)
-    launched = count_early(models[0])
-    assert largest(train_beside(models, WAYS[way].step, APPEARS_AT + 1, width=33)) == 0.0
-    assert len(launched) == 3 * (APPEARS_AT + 1)
+def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
+    def inner_compile(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        seen.append("backward" if kwargs.get("is_backward") else "forward")
+        return inductor.compile_fx_inner(gm, inputs, **kwargs)
+
+    return inner_compile
 
 
-@pytest.mark.parametrize("way", only(LATE_WAYS[:1], LATE_WAYS))
-@on_ranks(2)
-def test_a_contributor_that_a_static_graph_had_not_is_an_error_on_every_rank(way: str) -> None:
-    model = ddp_compile(mlp(), bucket_cap_mb=0.003, backend="aot_eager", split="backward", static_graph=True)
-    for step in range(APPEARS_AT):
-        WAYS[way].step(model, own_batch(0, 33, 6), step)
-        model.zero_grad()
-    with pytest.raises(GradientArrivalError) as raised:
-        WAYS[way].step(model, own_batch(0, 33, 6), APPEARS_AT)
-    text = str(raised.value)
-    assert text.startswith(f"rank {dist.get_rank()}: layers.1.weight got another gradient, on this rank or another one")
-    assert "static_graph=True, which promises that all iterations are alike" in text
+def products() -> nn.Module:
+    """Which inductor needs no C++ compiler for."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
 
 
 @pytest.mark.inductor
-@on_ranks(2)
-def test_gradients_whose_places_are_not_aligned_are_copied() -> None:
-    """With a comm hook places have no gaps, so some are not aligned, but compiled code expects aligned ones."""
-    # Products alone, which take no C++ kernels, of a number of elements that leaves the next place unaligned.
-    settings: Any = {"bucket_cap_mb": 0.009, "split": "backward", "backend": "inductor", "static_graph": True}
-    models = pair(lambda: nn.Sequential(*(nn.Linear(33, 33, bias=False) for _ in range(4))), **settings)
-    models[0].register_comm_hook(None, allreduce_hook)
-    launched = count_early(models[0])
-    assert largest(train_beside(models, num_steps=4, width=33)) < 1e-5
-    assert len(launched) == 3 * (len(models[0].bucket_plan.buckets) - 1)  # none in the first step
-    assert models[0]._ddp_compile_state.compiler.failures == []
+def test_inner_compile() -> None:
+    seen: list[str] = []
+    backend = functools.partial(inductor.compile_fx, inner_compile=counting_inner_compile(seen))
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        assert num_launched_early(replicated(make=products, backend=backend)) == 5
+    assert seen == ["forward", "backward"]
 
 
-class Checkpointed(Mlp):
-    """The whole model in one checkpoint, which is one node of the forward graph and flat in the backward."""
+def test_inner_compile_is_not_callable() -> None:
+    module = ResidualLayers()
+    with pytest.raises(ValueError, match="inner_compile=5, which is not callable"):
+        ddp_compile(module, split="backward", backend=functools.partial(inductor.compile_fx, inner_compile=5))
+    assert type(module) is ResidualLayers
 
+
+def by_hand(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    return gm.forward
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("eager", "eager"), (by_hand, "by_hand"), (aot_autograd(fw_compiler=boxed_nop), "compiler_fn")],
+)
+def test_other_backends_are_cut(backend: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="ddp_compile.compile.backend"):
+        model = replicated(backend=backend)
+    (record,) = caplog.records
+    assert f"which {name} is not: graphs are cut in the forward instead" in record.getMessage()
+    step(model)
+    (graph,) = model.explain().graphs
+    assert len(graph.partitions) == 6 and not graph.launches_in_backward
+
+
+def test_compiled_autograd() -> None:
+    model = replicated(backend="aot_eager")
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(Exception, match="split='backward' cannot be used with compiled autograd"),
+    ):
+        step(model)
+
+
+class CheckpointedWhole(ResidualLayers):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-CAPACITIES = [(0.25, False), (1, False), (5, False), (25, False), (0.25, True)]
+class CheckpointedInPart(ResidualLayers):
+    """Two of six cuts could be made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layers[:4], x, use_reentrant=False)
+        return self.layers[5](torch.tanh(self.layers[4](x)))
 
 
-@pytest.mark.parametrize(("cap_mb", "checkpointed"), only([(0.25, True)], CAPACITIES))
-@on_ranks(2)
-def test_every_bucket_but_the_last_leaves_inside_one_backward_whatever_the_capacity(
-    cap_mb: float, checkpointed: bool
-) -> None:
-    make = Checkpointed if checkpointed else Mlp
-    models = pair(lambda: make(257, 8), bucket_cap_mb=cap_mb, split="backward")
-    launched = count_early(models[0])
-    assert train_beside(models, num_steps=1, width=257) == [0.0]
-    num_buckets = len(models[0].bucket_plan.buckets)
-    assert launched == list(range(num_buckets - 1))
-    assert num_buckets == {0.25: 8, 1: 2, 5: 2, 25: 2}[cap_mb]
-    assert len(models[0]._ddp_compile_state.backend.reports) == 1
+def test_auto_leaves_graphs_whole(caplog: pytest.LogCaptureFixture) -> None:
+    for module, num_partitions in ((ResidualLayers(), 6), (CheckpointedWhole(), 1), (CheckpointedInPart(), 1)):
+        model = ddp_compile(module, bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
+        with caplog.at_level(logging.INFO, logger="ddp_compile.compile.backend"):
+            step(model)
+        (graph,) = model.explain().graphs
+        assert (len(graph.partitions), graph.launches_in_backward) == (num_partitions, num_partitions == 1)
+    whole = "graph 0: left whole, since cutting it in the forward would not launch every bucket early"
+    assert (
+        caplog.messages.count(whole) == caplog.messages.count("graph 0: 6 buckets, launched inside its backward") == 2
+    )
+
+
+class ScaledByRows(ResidualLayers):
+    """Can be cut for every bucket only while the number of rows is no symbol."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * (1.0 / x.shape[0])
+        return x
+
+
+def test_auto_leaves_a_later_graph_whole() -> None:
+    model = ddp_compile(ScaledByRows(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
+    model.register_comm_hook(None, allreduce_hook)
+    num_early = [num_launched_early(model, rows) for rows in (3, 4, 5)]
+    first, later = model.explain().graphs
+    assert (len(first.partitions), len(later.partitions)) == (6, 1)
+    # Iterations 1 and 2 are agreement points; in the second one the graph is new.
+    assert num_early == [0, 0, 5]
+    assert later.not_cut
+    explained = str(model.explain())
+    assert "graph 1: 6 buckets, launched inside its backward\n  not cut in the forward at " in explained
+
+
+class SparseInTheMiddle(nn.Module):
+    """The values of the sparse gradient are as large as the gradient of a weight that is computed later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.embedding = nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.embedding(torch.arange(4)))
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("backend", only(["inductor"], ["aot_eager", "inductor"]))
-@on_ranks(2)
-def test_buckets_leave_while_the_rest_is_computed(backend: str) -> None:
-    torch.manual_seed(3)
-    layers = [nn.Linear(257, 257, bias=False) for _ in range(8)]  # products alone: no C++ for inductor to compile
-    model = ddp_compile(nn.Sequential(*layers), bucket_cap_mb=0.25, split="backward", backend=backend)
-    x = torch.randn(6, 257)
+def test_memory_of_a_sparse_gradient() -> None:
+    torch.manual_seed(0)
+    plain = SparseInTheMiddle().double()
+    model = ddp_compile(copy.deepcopy(plain), bucket_cap_mb=1e-4, split="backward", backend="inductor")
+    model.register_comm_hook(None, allreduce_hook)  # without which one rank launches nothing
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for module in (plain, model):
+        module(x).square().sum().backward()
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.to_dense(), expected.grad.to_dense())
+
+
+def noting_hook(noted: list[tuple[int, bool]], bucket: Any) -> torch.futures.Future[Tensor]:
+    """Note each bucket, and whether it is launched inside a node of the backward."""
+    noted.append((bucket.index(), torch._C._current_autograd_node() is not None))
+    return allreduce_hook(None, bucket)
+
+
+class Experts(nn.Module):
+    """Dynamo compiles no loop that data breaks, and so none of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def mix(self, x: Tensor) -> Tensor:
+        mixed = x
+        for i, expert in enumerate(self.experts):
+            chosen = torch.arange(len(x)) % 3 == i
+            if chosen.any():
+                mixed = mixed + expert(x) * chosen.unsqueeze(-1)
+        return mixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.mix(torch.relu(self.first(x))))
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_buckets_in_no_graph(split: str) -> None:
+    model = ddp_compile(
+        Experts(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager", split=split, find_unused_parameters=True
+    )
+    launched: list[tuple[int, bool]] = []
+    model.register_comm_hook(launched, noting_hook)
     for _ in range(2):
-        model.zero_grad()
-        loss_of(model(x)).backward()
+        launched.clear()
+        model(torch.randn(6, WIDTH)).sum().backward()
+    inside = [index for index, is_inside in launched if is_inside]
+    eager = [bucket.index for bucket in model.bucket_plan.buckets if bucket.frame is None]
+    assert len(eager) == 3 and set(eager) <= set(inside), (eager, launched)
+    assert f"\n{len(eager)} buckets of {len(model.bucket_plan.buckets)} are in no graph" in str(model.explain())
+
+
+def test_auto_under_compiled_autograd(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        caplog.at_level(logging.INFO, logger="ddp_compile.compile.backend"),
+    ):
+        step(model)
+    (graph,) = model.explain().graphs
+    assert (len(graph.partitions), graph.launches_in_backward) == (1, False)
+    assert "graph 0: not launched inside its backward, since compiled autograd compiles another one" in caplog.messages
+
+
+def test_backward_after_unwrap() -> None:
+    sent: list[tuple[int, bool]] = []
+    model = ddp_compile(ResidualLayers(), bucket_cap_mb=ONE_LAYER_MIB, split="backward", backend="aot_eager")
+    model.register_comm_hook(sent, noting_hook)
+    for _ in range(2):
+        step(model)
+    assert len(sent) == 12
+    sent.clear()
     model.zero_grad()
-    loss = loss_of(model(x))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        loss.backward()
-    events: Any = profile.events()
-    launches = [event.time_range.start for event in events if event.name.endswith("_launch")]
-    products = [event.time_range.start for event in events if event.name == "aten::mm"]
-    # Two products for each layer but the first one, whose bucket is launched when the backward ends.
-    assert len(launches) == 8 and len(products) == 15
-    for i, start in enumerate(sorted(launches)[:7]):
-        assert sum(product > start for product in products) >= 15 - 2 * (i + 1)
+    outputs = model(torch.ones(8, WIDTH))
+    model.unwrap()
+    outputs.square().sum().backward()
+    assert sent == []
+    gradients = [p.grad.clone() for p in model.parameters()]
+    step(model)
+    assert all(map(torch.equal, gradients, (p.grad for p in model.parameters())))
+
+
+def test_saved_tensor_hooks() -> None:
+    packed: dict[str, int] = {}
+    for split in ("none", "backward"):
+        model = replicated(split, backend="aot_eager")
+        step(model)
+        numbers: list[int] = []
+
+        def pack(tensor: Tensor, numbers: list[int] = numbers) -> Tensor:
+            numbers.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            step(model)
+        packed[split] = sum(numbers)
+    assert packed["backward"] == packed["none"] > 0
