@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from residual_layers import ONE_LAYER_MIB, WIDTH, ResidualLayers
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from ways_to_train import count_early
 
@@ -30,6 +33,9 @@ def replicated(split: str = "backward", make: Callable[[], nn.Module] = Residual
     # With a hook buckets are launched on a single rank as well, and so inside the backward.
     model.register_comm_hook(None, allreduce_hook)
     return model
+
+
+MANY_ROWS = 2048
 
 
 def step(model: nn.Module, rows: int = 8) -> None:
@@ -263,3 +269,29 @@ def test_saved_tensor_hooks() -> None:
             step(model)
         packed[split] = sum(numbers)
     assert packed["backward"] == packed["none"] > 0
+
+
+def peak_bytes(model: nn.Module, path: Path, rows: int) -> int:
+    """Peak bytes of a step: parameters, buckets, and the allocator's events above them."""
+    for _ in range(2):
+        step(model, rows)
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(model, rows)
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    live = most = 0
+    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
+        live += event["args"]["Bytes"]
+        most = max(most, live)
+    assert most > 0
+    return most + 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_peak_memory(tmp_path: Path) -> None:
+    """That of a backward without launches, if activations take most of the memory."""
+    peaks = {
+        split: peak_bytes(replicated(split, backend="aot_eager"), tmp_path / f"{split}.json", MANY_ROWS)
+        for split in ("none", "backward")
+    }
+    assert peaks["backward"] <= 1.02 * peaks["none"], peaks
