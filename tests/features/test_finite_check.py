@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from ddp_compile import NonFiniteGradientError, ddp_compile, shard_optimizer
-from ddp_compile.algorithms import ByteGrad, GradientAllReduce
+from ddp_compile import NonFiniteGradientError, ReplicationError, ddp_compile, shard_optimizer
+from ddp_compile.algorithms import ByteGrad, Decentralized, GradientAllReduce
 
 WIDTH = 33
 NAN, INF = float("nan"), float("inf")
@@ -178,3 +178,20 @@ def test_inside_join() -> None:
     with pytest.raises(NonFiniteGradientError, match=r"on rank 1 in bucket 0 \(layers\.1\.bias\)"), model.join():
         for step in range(1 + 2 * dist.get_rank()):
             plain_step(model, step, NAN if step == 2 else 0.0)
+
+
+def test_one_rank(single_rank_group: None) -> None:
+    """It is checked though nothing is sent."""
+    model: Any = ddp_compile(Model(), check_finite_gradients=True, backend="eager")
+    plain_step(model, 0, 0.0)
+    with pytest.raises(NonFiniteGradientError, match=r"on rank 0 in bucket 0 \(layers\.1\.bias\)"):
+        plain_step(model, 1, INF)
+    model.zero_grad()
+    plain_step(model, 2, 0.0)
+    plain_step(ddp_compile(Model(), backend="eager"), 3, NAN)  # not an error unless that is asked for
+
+
+def test_switch_to_an_average(single_rank_group: None) -> None:
+    model: Any = ddp_compile(Model(), check_finite_gradients=True, backend="eager")
+    with pytest.raises(ReplicationError, match=r"rank 0: check_finite_gradients=True .* the decentralized"):
+        model.set_comm_algorithm(Decentralized())

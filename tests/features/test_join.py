@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from ways_to_train import count_early
 
 from ddp_compile import ReplicationError, ddp_compile
 from ddp_compile.algorithms import CommAlgorithm
@@ -93,56 +94,46 @@ def train_both(counts: list[int], arguments: dict[str, Any], split: str, **both:
         rolled = counts[epoch:] + counts[:epoch] if epoch < 2 else [2] * len(counts)
         states = (train(each, rolled, epoch, **arguments) for each in models)
         assert largest(map(worst_difference, *states)) < 1e-6, epoch
-    assert models[0]._ddp_compile_state.compiler.failures == []
+    assert models[0].explain().failures == ()
 
 
-WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({}, {"divide_by_initial_world_size": False}),
-    ({"find_unused_parameters": True}, {"has_branch": True}),
-    ({"broadcast_buffers": False}, {"accumulate": True}),
-    ({}, {"with_hook": True}),
-    ({"static_graph": True}, {}),
-    ({"gradient_as_bucket_view": False}, {"divide_by_initial_world_size": False}),
-    ({"broadcast_buffers": False}, {}),
-]
-COUNTS = {2: [3, 6], 3: [6, 3, 4]}  # how many batches each rank has
+#: Numbers of batches by rank, settings of both, and arguments of `train`.
+UNEVEN: dict[str, tuple[list[int], dict[str, bool], dict[str, Any]]] = {
+    "comm hook": ([3, 6], {}, {"with_hook": True}),
+    "unused parameters": ([6, 3, 4], {"find_unused_parameters": True}, {"has_branch": True}),
+    "static graph": ([3, 6], {"static_graph": True}, {}),
+    "accumulation": ([6, 3, 4], {"broadcast_buffers": False}, {"accumulate": True}),
+    "other divisor": ([3, 6], {"gradient_as_bucket_view": False}, {"divide_by_initial_world_size": False}),
+    "no input": ([3, 0, 2], {}, {}),
+}
+IN_CI = ["comm hook", "unused parameters", "no input"]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings", "arguments"),
-    only([(2, *WAYS[4]), (3, *WAYS[2])], [(world_size, *way) for world_size in COUNTS for way in WAYS]),
-    ids=str,
-)
-@on_ranks()
-def test_uneven_inputs(world_size: int, settings: dict[str, bool], arguments: dict[str, Any], split: str) -> None:
-    train_both(COUNTS[world_size], arguments, split, **settings)
-
-
-@pytest.mark.parametrize("world_size", only([3], [2, 3]))
-@on_ranks()
-def test_rank_without_input(world_size: int, split: str) -> None:
-    train_both([3, 0, 2][-world_size:], {}, split)
+@pytest.mark.parametrize("way", only(IN_CI, UNEVEN))
+def test_uneven_inputs(way: str, split: str, ranks: Ranks) -> None:
+    counts, settings, arguments = UNEVEN[way]
+    ranks(len(counts)).run(train_both, counts, arguments, split, **settings)
 
 
 @on_ranks(2)
 def test_early_launch_beside_shadows() -> None:
     """Rank 0 has two batches fewer. In the last step of rank 1 a contribution comes too late."""
     model, reference = beside_plain(lambda: Mlp(WIDTH, 4), bucket_cap_mb=0.003, split="backward")
-    num_early = []
+    launched, num_early = count_early(model), []
     with model.join():
         for step in range(3 + 2 * dist.get_rank()):
+            launched.clear()
             for each in (model, reference):
                 each.zero_grad()
                 loss = loss_of(each(own_batch(step, WIDTH, 5)))
                 if step == 4:
                     loss = loss + each.layers[1].weight.square().sum()
                 loss.backward()
-            num_early.append(len(model._ddp_compile_state.reducer.early_buckets))
+            num_early.append(len(launched))
             if step >= 3:  # rank 0 contributes zeros
                 for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
                     assert relative_difference(ours.grad, theirs.grad / 2) < 1e-6
-    assert num_early == ([3, 3, 3] if dist.get_rank() == 0 else [3, 3, 3, 3, 2])
+    assert num_early == [3] * (3 + 2 * dist.get_rank())
 
 
 class CountsSteps(Joinable):
@@ -251,22 +242,6 @@ def test_calls_of_an_algorithm() -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_early_termination() -> None:
-    model = ddp_compile(Model(), backend="eager")
-    said = (
-        "Rank 0 exhausted all inputs.",
-        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
-    )
-    with (
-        pytest.raises(RuntimeError, match=said[dist.get_rank()]),
-        model.join(throw_on_early_termination=True),
-    ):
-        for x in batches(2 + dist.get_rank(), 0):
-            loss_of(model(x)).backward()
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
 def test_state_after_join() -> None:
     model: Any = ddp_compile(nn.Linear(2, 2), backend="eager")
     assert isinstance(model, Joinable) and model.join_process_group is dist.group.WORLD
@@ -312,10 +287,14 @@ def test_static_graph_without_input(ranks: Ranks) -> None:
 @torch.compiler.set_stance("force_eager")
 def test_state_after_an_error() -> None:
     """Gradients inside a context that is not enabled are as with DistributedDataParallel."""
+    said = (
+        "Rank 0 exhausted all inputs.",
+        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
+    )
     models, x = pair(lambda: nn.Linear(5, 5), backend="eager"), torch.ones(2, 5) * (1 + dist.get_rank())
     for each in models:
         with (
-            pytest.raises(RuntimeError),
+            pytest.raises(RuntimeError, match=said[dist.get_rank()]),
             each.join(divide_by_initial_world_size=False, throw_on_early_termination=True),
         ):
             for _ in range(1 + dist.get_rank()):

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from beside import is_same_everywhere, seeded
 from fake_manager import FakeManager
-from in_ci import only
-from models import assert_buckets_launched_early, largest, relative_difference
+from models import largest, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 from ways_to_train import train as train_way
 
-from ddp_compile import MissingGradientError, ReductionError, ReplicationError, ddp_compile
+from ddp_compile import MissingGradientError, ReductionError, ddp_compile
 from ddp_compile.integrations.torchft import ManagedAllReduce
 
 WIDTH = 8
@@ -76,33 +75,30 @@ def train_step(model: Any, manager: FakeManager, plain: nn.Module, step: int, ra
     return largest(relative_difference(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
 
 
-@pytest.mark.parametrize("stance", only(["force_eager"], ["default", "force_eager"]))
 @on_ranks(4)
-def test_replica_goes_and_comes(stance: str) -> None:
+@torch.compiler.set_stance("force_eager")
+def test_replica_goes_and_comes() -> None:
     """Two replicas of two ranks. The second one is gone in step 2; in step 3 another one heals in its place."""
     own, across = own_groups(2)
     itself, is_second = alone(), dist.get_rank() >= 2
-    with torch.compiler.set_stance(stance):
-        manager, net = FakeManager(), seeded(make_net)
-        model = replicate(net, own, manager)
-        plain = seeded(make_net)  # what the first replica has before each step
-        for step in range(6):
-            if step == 3 and is_second:
-                manager, net = FakeManager(), seeded(make_net, seed=4)
-                model = replicate(net, own, manager)
-            is_whole, heals = step not in (2, 3), step == 3 and is_second
-            if step != 2 or not is_second:
-                manager.start_quorum(
-                    itself if step == 2 else across, num=2 if is_whole else 1, heals_to=step if heals else None
-                )
-                worst = train_step(model, manager, plain, step, range(4 if is_whole else 2), heals)
-                assert worst < 1e-5, (step, worst)
-            state = [net.state_dict()]
-            dist.broadcast_object_list(state, src=0)
-            plain.load_state_dict(state[0])
+    manager, net = FakeManager(), seeded(make_net)
+    model = replicate(net, own, manager)
+    plain = seeded(make_net)  # what the first replica has before each step
+    for step in range(6):
+        if step == 3 and is_second:
+            manager, net = FakeManager(), seeded(make_net, seed=4)
+            model = replicate(net, own, manager)
+        is_whole, heals = step not in (2, 3), step == 3 and is_second
+        if step != 2 or not is_second:
+            manager.start_quorum(
+                itself if step == 2 else across, num=2 if is_whole else 1, heals_to=step if heals else None
+            )
+            worst = train_step(model, manager, plain, step, range(4 if is_whole else 2), heals)
+            assert worst < 1e-5, (step, worst)
+        state = [net.state_dict()]
+        dist.broadcast_object_list(state, src=0)
+        plain.load_state_dict(state[0])
     assert all(is_same_everywhere(parameter) for parameter in net.parameters())
-    if stance == "default":
-        assert_buckets_launched_early(model)
 
 
 #: Of the second replica: settings, layers, the manager's step; and the error.
@@ -203,14 +199,6 @@ def test_missing_bucket() -> None:
 
 
 @on_ranks(2)
-def test_refused_settings() -> None:
-    own, _ = own_groups(1)
-    for setting in ("find_unused_parameters", "static_graph", "check_finite_gradients"):
-        with pytest.raises(ReplicationError, match=f"managed replicas cannot be used with {setting}=True"):
-            replicate(seeded(make_net), own, FakeManager(), **{setting: True})
-
-
-@on_ranks(2)
 def test_two_models() -> None:
     own, across = own_groups(1)
     manager = FakeManager()
@@ -228,14 +216,8 @@ def test_no_manager() -> None:
         ManagedAllReduce(None)  # type: ignore[arg-type]
 
 
-#: Gradients that come twice, accumulate, or change after the backward.
-WAYS_IN_CI = ["regulariser_built_before", "accumulate_in_no_sync", "unscaled_and_clipped"]
-
-
-ELSEWHERE = ["plain", "two_forwards", "tied_weights", "checkpoints", "reentrant_checkpoints"]
-
-
-@pytest.mark.parametrize("way", only(WAYS_IN_CI, [*WAYS_IN_CI, *ELSEWHERE]))
+# Gradients that come twice, accumulate, or change after the backward.
+@pytest.mark.parametrize("way", ["regulariser_built_before", "accumulate_in_no_sync", "unscaled_and_clipped"])
 @on_ranks(2)
 def test_ways_to_train(way: str) -> None:
     own, across = own_groups(1)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import difference, own_batch, pair
-from in_ci import only
 from rank_pool import on_ranks
 from torch import Tensor, nn
 
@@ -104,32 +103,23 @@ def differences(
     return worst
 
 
-IN_CI: list[dict[str, Any]] = [
+CASES: list[dict[str, Any]] = [
     {"program": "DDUU", "zeroed": True, "hooked": True},
     {"program": "DDUU", "static_graph": True, "gradient_as_bucket_view": False},
     {"program": "RRRR", "zeroed": True, "find_unused_parameters": True},
     {"program": "dU"},
     {"program": "DdUuDU", "hooked": True},
 ]
-#: `test_parameter_read_without_gradient` has "always" in CI.
-OTHERS: list[dict[str, Any]] = [
-    {"program": "UUUU"},
-    {"program": "RRRR", "gradient_as_bucket_view": False, "hooked": True},
-    {"program": "RRRR", "static_graph": True, "hooked": True},
-    {"program": "uU", "hooked": True},
-]
 
 
-@pytest.mark.parametrize("cases", only([IN_CI], [IN_CI, OTHERS]), ids=["some", "others"])
 @on_ranks(2)
-def test_function_without_gradient(cases: list[dict[str, Any]]) -> None:
-    found = [differences(Stopped, **case) for case in cases]
+def test_function_without_gradient() -> None:
+    found = [differences(Stopped, **case) for case in CASES]
     assert max(map(max, found)) < 1e-6, found
 
 
-@pytest.mark.parametrize("world_size", only([2], [1, 2]))
-@on_ranks()
-def test_parameter_read_without_gradient(world_size: int) -> None:
+@on_ranks(2)
+def test_parameter_read_without_gradient() -> None:
     # Eager DistributedDataParallel waits for unreachable parameters, unless find_unused_parameters is set.
     every = ({}, {"find_unused_parameters": True}, {"static_graph": True})
     found = [differences(Read, "UUUU", through_compile=not flags, **flags) for flags in every]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from beside import own_batch, pair, seeded
-from in_ci import only
 from memory_of_buckets import assert_in_their_buckets
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import on_ranks
@@ -43,29 +42,6 @@ class User:
         return []
 
 
-class ClipsThroughData(User):
-    """As libraries did before ``torch.no_grad``."""
-
-    sets_to_none = False
-
-    def look(self, step: int) -> list[Tensor]:
-        for parameter in self.parameters:
-            parameter.grad.data = parameter.grad.data.clamp(-1e-3, 1e-3)
-        return []
-
-
-class SharesMemory(User):
-    """Another process would read each step's gradients there."""
-
-    sets_to_none = False
-
-    def look(self, step: int) -> list[Tensor]:
-        if step == 1:
-            self.model.share_memory()
-            self.kept = [parameter.grad for parameter in self.parameters]
-        return self.kept
-
-
 class PcGrad(User):
     """Two losses; the gradients of both, kept by reference, make one."""
 
@@ -79,14 +55,6 @@ class PcGrad(User):
             parameter.grad = first + second
         self.optimizer.step()
         return [gradient for gradients in of_each for gradient in gradients]
-
-
-class KeepsViews(User):
-    """Of the step before: transposed ones of some parameters, which are other tensors on the same memory."""
-
-    def look(self, step: int) -> list[Tensor]:
-        before, self.kept = self.kept, [p.grad.t() for p in self.parameters[::3]]
-        return before
 
 
 class LendsGradients(User):
@@ -118,35 +86,6 @@ class FlatBufferOfTheirOwn(User):
         loss_of(self.model(x)).backward()
         self.optimizer.step()
         return [self.flat]
-
-
-class HeldBeforeTheyAreReduced(User):
-    """A hook keeps the gradient; when the backward is over, it is the reduced one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.kept_of: dict[nn.Parameter, Tensor] = {}
-        for parameter in self.parameters[::2]:
-            parameter.register_post_accumulate_grad_hook(lambda p: self.kept_of.update({p: p.grad}))
-
-    def look(self, step: int) -> list[Tensor]:
-        kept, self.kept_of = self.kept_of, {}
-        return [kept[parameter] for parameter in self.parameters[::2]]
-
-
-class KeepsEverySecond(User):
-    """Some are kept by name and some are added to, in one bucket."""
-
-    def look(self, step: int) -> list[Tensor]:
-        if step == 1:
-            self.kept = [p.grad for p in self.parameters]
-        return self.kept
-
-    def step(self, x: Tensor, step: int) -> list[Tensor]:
-        for parameter in self.parameters[::2]:
-            parameter.grad = None
-        loss_of(self.model(x)).backward()
-        return [*self.look(step), *(p.grad for p in self.parameters)]
 
 
 class Accumulates(User):
@@ -189,20 +128,12 @@ def train(user: str, **settings: Any) -> float:
     return largest(worst)
 
 
-#: Other tests say in CI what the others do; `FlatBufferOfTheirOwn` is there with optional gradients.
-IN_CI = ["PcGrad", "LendsGradients", "Accumulates"]
-
-
-@pytest.mark.parametrize("user", only(IN_CI, USERS))
+@pytest.mark.parametrize("user", USERS)
 @on_ranks(2)
 def test_users_see_ddps_gradients(user: str, split: str) -> None:
     # Backends make no difference to who holds a gradient, but that nothing leaves inside an uncompiled backward.
-    assert train(user, backend="eager" if split == "forward" else "aot_eager") == 0
-
-
-@on_ranks(2)
-def test_users_see_ddps_gradients_with_unused_parameters() -> None:
-    assert train("FlatBufferOfTheirOwn", find_unused_parameters=True) == 0
+    backend = "eager" if split == "forward" else "aot_eager"
+    assert train(user, backend=backend, find_unused_parameters=user == "FlatBufferOfTheirOwn") == 0
 
 
 @on_ranks(2)

@@ -87,7 +87,7 @@ class Net(LightningModule):
             state = model._ddp_compile_state
             reports = state.backend.reports
             self.graphs = [(each.num_buckets, each.num_partitions) for each in reports if each.num_buckets]
-            self.num_evaluation_graphs = state._num_graphs - len(reports)
+            self.num_evaluation_graphs = state.num_graphs - len(reports)
             self.reduced = [g.fqn for bucket in model.bucket_plan.buckets for g in bucket.gradients]
 
     def on_validation_epoch_end(self) -> None:

@@ -28,12 +28,12 @@ MIB = 2**20
         ((0.25,), 7, (MIB // 4,)),
     ],
 )
-def test_capacities_come_out_in_bytes(bucket_cap_mb: float, first_bucket_cap_mb: float, expected: tuple) -> None:
+def test_capacities(bucket_cap_mb: float, first_bucket_cap_mb: float, expected: tuple) -> None:
     assert caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, "cpu") == expected
 
 
 @pytest.mark.parametrize("value", [0, -1, 0.0, float("inf"), float("nan"), "automatic", "25", True, 1j])
-def test_a_capacity_that_is_no_positive_number_is_refused_by_name(value: object) -> None:
+def test_capacity_is_not_positive(value: object) -> None:
     with pytest.raises(ValueError) as error:
         caps_from_mib(value, 1.0, "cpu")  # type: ignore[arg-type]
     assert str(error.value) == (
@@ -41,31 +41,31 @@ def test_a_capacity_that_is_no_positive_number_is_refused_by_name(value: object)
     )
 
 
-def test_no_capacity_is_the_default_for_the_kind_of_device() -> None:
+def test_default_capacities() -> None:
     assert caps_from_mib(None, 1.0, "cpu") == (MIB, 5 * MIB)
     assert caps_from_mib(None, 1.0, "cuda") == (MIB, 25 * MIB)
 
 
 @pytest.mark.parametrize("name", DDP_ARGUMENTS_REPLACED)
-def test_an_argument_of_ddp_that_is_off_is_let_through(name: str) -> None:
+def test_arguments_of_ddp_that_are_off(name: str) -> None:
     refuse_unknown_arguments({name: None})
     if name != "forward_sync_buffers":
         refuse_unknown_arguments({name: False})
 
 
-def test_ddp_compile_refuses_before_it_looks_at_the_module() -> None:
+def test_arguments_come_before_the_module() -> None:
     with pytest.raises(TypeError, match=r"does not take device_ids=\[0\]; move the module to its device first"):
         ddp_compile(object(), device_ids=[0])  # type: ignore[type-var]
 
 
-def test_every_argument_of_ddp_is_taken_or_refused_but_not_both() -> None:
+def test_every_argument_of_ddp() -> None:
     theirs = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
     ours = set(inspect.signature(ddp_compile).parameters) - {"module", "positional", "unknown"}
     assert theirs - ours - set(DDP_ARGUMENTS_REPLACED) == set()
     assert ours & set(DDP_ARGUMENTS_REPLACED) == set()
 
 
-def test_without_a_process_group_the_error_shows_how_to_start_one() -> None:
+def test_no_process_group() -> None:
     with pytest.raises(
         RuntimeError, match=r"init_process_group\(\).*torchrun --standalone --nproc-per-node 2"
     ) as refused:

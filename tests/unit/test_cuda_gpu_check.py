@@ -35,7 +35,7 @@ def parts_of(name: str, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_part_is_below_eight_minutes_and_names_files_that_exist(name: str, tmp_path: Path) -> None:
+def test_limits_and_files_of_parts(name: str, tmp_path: Path) -> None:
     parts = parts_of(name, tmp_path)
     assert len({part.name for part in parts}) == len(parts) > 2
     for part in parts:
@@ -46,7 +46,7 @@ def test_every_part_is_below_eight_minutes_and_names_files_that_exist(name: str,
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_part_is_estimated_at_less_than_its_limit(
+def test_estimates_of_parts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(program("gpu_check"), "count_tests", lambda *which: 41 if "-k" in which else 80)
@@ -58,7 +58,7 @@ def test_every_part_is_estimated_at_less_than_its_limit(
     assert all(part.name in shown for part in parts) and "assumed: 8 s for a process" in shown
 
 
-def test_small_cases_rotate_over_two_buckets() -> None:
+def test_buckets_of_small_cases() -> None:
     """With one for each 10 MB of 256 MiB, a way that launches once for each tensor did so 4.5 million times."""
     bench_kernels = program("bench_kernels")
     for case in bench_kernels.CASES["cuda"]:
@@ -67,7 +67,7 @@ def test_small_cases_rotate_over_two_buckets() -> None:
         assert bench_kernels.estimate(case, "cuda").launches < 1_500_000
 
 
-def test_kernel_times_are_written_after_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_times_of_an_interrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench_kernels = program("bench_kernels")
     first, second, *_ = bench_kernels.CASES["cpu"]
     measured = []
@@ -107,9 +107,7 @@ def is_running(process: str) -> bool:
         return False
 
 
-def test_a_part_that_is_stopped_by_its_limit_leaves_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_part_that_exceeds_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_parts = program("gpu_parts")
     monkeypatch.setattr(gpu_parts, "GRACE_S", 0.3)
     times = tmp_path / "times.csv"
@@ -131,7 +129,7 @@ def test_a_part_that_is_stopped_by_its_limit_leaves_its_figures(
         time.sleep(0.01)
 
 
-def test_a_part_that_is_interrupted_leaves_its_figures(tmp_path: Path) -> None:
+def test_interrupted_part(tmp_path: Path) -> None:
     gpu_parts = program("gpu_parts")
     interrupts = (
         "import os, signal, time; print('begun', flush=True); os.kill(os.getppid(), signal.SIGINT); time.sleep(9)"
@@ -149,7 +147,7 @@ def test_a_part_that_is_interrupted_leaves_its_figures(tmp_path: Path) -> None:
     assert (record["outcome"], record["figures"][0]) == ("FAILED: stopped from outside", "begun")
 
 
-def test_results_of_tests_are_read_from_what_pytest_prints(tmp_path: Path) -> None:
+def test_results_of_tests(tmp_path: Path) -> None:
     gpu_parts = program("gpu_parts")
     (tmp_path / "test_three.py").write_text(
         textwrap.dedent("""
@@ -178,7 +176,7 @@ def test_results_of_tests_are_read_from_what_pytest_prints(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_wrong_part_is_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_part(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     gpu_parts, module = program("gpu_parts"), program(name)
     with pytest.raises(SystemExit) as ended:
         gpu_parts.main(name, "", module.parts, ["--device", "cpu", "--part", "tmes"])
@@ -188,15 +186,13 @@ def test_a_wrong_part_is_refused_by_name(name: str, capsys: pytest.CaptureFixtur
     assert all(part.name in refusal for part in parts_of(name, Path("anywhere")))
 
 
-def test_without_a_device_the_way_to_rehearse_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert program("gpu_parts").main("gpu-check", "", program("gpu_check").parts, []) == 2
     assert capsys.readouterr().err == ("gpu-check: torch sees no CUDA device; --dry-run and --device cpu need none\n")
 
 
-def test_rehearsal_on_a_cpu_without_optional_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command: what it runs imports no package that a borrowed machine may lack."""
     lacking = tmp_path / "lacking"
     lacking.mkdir()
@@ -217,7 +213,7 @@ def test_rehearsal_on_a_cpu_without_optional_packages(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.long
-def test_rehearsal_on_the_pretend_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal_on_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks train on a device that torch finds by an entry point, as vendors'; what needs CUDA is skipped."""
     entry_points = tmp_path / "pretend-1.dist-info" / "entry_points.txt"
     entry_points.parent.mkdir()

@@ -37,14 +37,14 @@ def names_in_torch(section: str) -> set[str]:
 
 
 @pytest.mark.parametrize("section", ["arguments", "methods"])
-def test_the_rows_are_what_this_torch_has(section: str) -> None:
+def test_rows_of_this_torch(section: str) -> None:
     found = differences(section, ROWS, names_in_torch(section), torch.__version__)
     if found and is_newer_than_tested(torch.__version__):
         pytest.skip("; ".join(found))  # said by every run, and no reason why nothing else could be tried with it
     assert found == []
 
 
-def test_what_differs_is_named_with_its_version() -> None:
+def test_rows_of_other_versions() -> None:
     rows = [Row("arguments", "old", "same", "", ()), Row("arguments", "new", "same", "", (), "2.14")]
     assert differences("arguments", rows, {"old"}, "2.13.0+cpu") == []
     assert differences("arguments", rows, {"old", "new"}, "2.14.1") == []
@@ -57,33 +57,33 @@ def test_what_differs_is_named_with_its_version() -> None:
     ]
 
 
-def test_arguments_are_refused_where_the_code_refuses_them() -> None:
+def test_refused_arguments() -> None:
     for row in ROWS:
         if row.section == "arguments":
             assert (row.verdict == "refused") == (row.name in DDP_ARGUMENTS_REPLACED), row.name
 
 
-def test_every_argument_of_ours_has_a_row() -> None:
+def test_rows_of_our_arguments() -> None:
     names = {name for row in write_page.own_arguments() for name in row.split()}
     of_ddp = {row.name for row in ROWS if row.section == "arguments"}
     taken = set(inspect.signature(ddp_compile).parameters) - {"positional", "unknown"}
     assert names == taken - of_ddp
 
 
-def test_every_row_is_proved_by_tests_that_exist(markers: dict[str, list[str]]) -> None:
+def test_tests_of_rows_exist(markers: dict[str, list[str]]) -> None:
     assert problems_of(ROWS, markers) == []
 
 
-def test_no_row_is_left_to_tests_that_ci_leaves_out(markers: dict[str, list[str]]) -> None:
+def test_every_row_is_tested_in_ci(markers: dict[str, list[str]]) -> None:
     in_ci = {case: marks for case, marks in markers.items() if "long" not in marks}
     assert [row.name for row in ROWS if row.tests and not write_page.cases_of(row, in_ci)] == []
 
 
-def test_the_page_is_that_of_the_rows(markers: dict[str, list[str]]) -> None:
+def test_page(markers: dict[str, list[str]]) -> None:
     assert PAGE.read_text() == format_page(ROWS, markers), "run make parity"
 
 
-def test_a_dozen_tests_run_with_inductor_and_are_named(markers: dict[str, list[str]]) -> None:
+def test_row_of_inductor(markers: dict[str, list[str]]) -> None:
     (row,) = [row for row in ROWS if row.name == "with inductor"]
     with_inductor = {case for case, marks in markers.items() if "inductor" in marks}
     assert set(write_page.cases_of(row, markers)) == with_inductor
@@ -100,11 +100,11 @@ def test_a_dozen_tests_run_with_inductor_and_are_named(markers: dict[str, list[s
         (Row("behavior", "a", "refused", "", ("tests/a.py::b[2]",)), "a: there is no tests/a.py::b[2]"),
     ],
 )
-def test_a_row_that_proves_nothing_is_a_problem(row: Row, problem: str) -> None:
+def test_problems_of_rows(row: Row, problem: str) -> None:
     assert any(problem in each for each in problems_of([row], {"tests/a.py::b[1]": [], "tests/a.py::bc": []}))
 
 
-def test_a_good_row_is_none() -> None:
+def test_good_row() -> None:
     cases = {"tests/a.py::b[1]": [], "tests/a.py::b[2]": [], "tests/a.py::bc": []}
     row = Row("behavior", "a", "same", "so", ("tests/a.py::b",))
     assert problems_of([row], cases) == []

@@ -14,20 +14,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_type_checkers_see_the_code_of_the_readme() -> None:
+def test_code_of_the_readme_is_typed() -> None:
     (block,) = re.findall(r"^## Use\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     checked = (ROOT / "tests" / "typing" / "readme_calls.py").read_text()
     statements = textwrap.indent(block[block.index("dist.init_process_group") :], "    ")
     assert statements in checked
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_links() -> None:
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-def test_nothing_says_to_install_the_package_of_our_name_on_the_index() -> None:
+def test_no_page_installs_another_package() -> None:
     # The package of that name on the index is unrelated. A wheel's file name, or a checkout's ".[extra]", is ours.
     sources = [path for name in ("ddp_compile", "runtime", "passes", "kernels") for path in (ROOT / name).rglob("*.py")]
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*"), *sources]:
@@ -36,7 +36,7 @@ def test_nothing_says_to_install_the_package_of_our_name_on_the_index() -> None:
 
 
 @pytest.mark.parametrize("module", ["ddp_compile", "ddp_compile.algorithms", "ddp_compile.optim"])
-def test_the_reference_has_every_exported_name(module: str) -> None:
+def test_reference_has_every_name(module: str) -> None:
     for package in ("accelerate", "lightning"):
         pytest.importorskip(package, reason="the reference has what is for it")
     page = (ROOT / "docs" / "reference.md").read_text()

@@ -5,5 +5,5 @@ from __future__ import annotations
 from parity.write_features_page import PAGE, format_page
 
 
-def test_the_page_is_that_of_the_table() -> None:
+def test_page_of_exclusions() -> None:
     assert PAGE.read_text() == format_page(), "run python tests/parity/write_features_page.py"

@@ -24,7 +24,7 @@ def places_in(flat: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_lies_in_its_place_with_a_storage_of_its_own(dtype: torch.dtype) -> None:
+def test_places_and_storages(dtype: torch.dtype) -> None:
     flat = torch.zeros(40, dtype=dtype)
     places = places_in(flat)
     views = GradientViews(places)
@@ -43,7 +43,7 @@ def test_each_lies_in_its_place_with_a_storage_of_its_own(dtype: torch.dtype) ->
     [lambda view: view, Tensor.t, Tensor.detach, Tensor.numpy, Tensor.untyped_storage],
     ids=["itself", "view", "detached", "array", "storage"],
 )
-def test_a_holder_is_found_until_it_lets_go(take: object) -> None:
+def test_holders(take: object) -> None:
     assert callable(take)
     views = GradientViews(places_in(torch.zeros(40)))
     held = take(views.tensors[1])
@@ -53,7 +53,7 @@ def test_a_holder_is_found_until_it_lets_go(take: object) -> None:
     assert views.are_free()
 
 
-def test_one_that_is_a_gradient_may_be_held() -> None:
+def test_held_gradient() -> None:
     views = GradientViews(places_in(torch.zeros(40)))
     parameter = Parameter(torch.zeros(3, 4))
     parameter.grad = held = views.tensors[0]
@@ -63,7 +63,7 @@ def test_one_that_is_a_gradient_may_be_held() -> None:
     assert held is views.tensors[0]
 
 
-def test_one_that_was_given_other_memory_is_replaced() -> None:
+def test_gradient_with_other_memory() -> None:
     flat = torch.zeros(40)
     views = GradientViews(places_in(flat))
     parameter = Parameter(torch.zeros(3, 4))
@@ -74,7 +74,7 @@ def test_one_that_was_given_other_memory_is_replaced() -> None:
     assert views.are_free()
 
 
-def test_they_follow_a_buffer_that_is_resized() -> None:
+def test_resized_buffer() -> None:
     flat = torch.arange(40.0)
     places = places_in(flat)
     views = GradientViews(places)
@@ -87,7 +87,7 @@ def test_they_follow_a_buffer_that_is_resized() -> None:
     assert views.are_free()
 
 
-def test_without_dlpack_they_are_views_that_look_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_dlpack(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(tensor: Tensor) -> object:
         raise BufferError(f"Cannot pack tensors on {tensor.device}")
 
@@ -106,7 +106,7 @@ def gradient_of(parameter: Parameter) -> list[Tensor | None]:
     return [parameter.grad]
 
 
-def test_gradients_that_others_hold_are_found() -> None:
+def test_held_by_others() -> None:
     view = torch.zeros(4)
     parameter = Parameter(torch.zeros(4))
     parameter.grad = torch.zeros(4)

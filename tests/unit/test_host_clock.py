@@ -28,7 +28,7 @@ def rounds_of(offsets_ns: list[int], seed: int) -> list[tuple[list[int], list[in
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_true_offset_is_within_the_error(seed: int) -> None:
+def test_offset_is_within_its_error(seed: int) -> None:
     true = [0, 3_600 * 10**9, -12_345_678, 1]
     times = rounds_of(true, seed)
     found = [host_clock._offset(*times[0], *each) for each in times]
@@ -39,7 +39,7 @@ def test_the_true_offset_is_within_the_error(seed: int) -> None:
         assert offset.error_ns < 25_000_000
 
 
-def test_a_rank_that_is_always_late_is_bounded_by_the_messages() -> None:
+def test_rank_that_is_always_late() -> None:
     """With the last rank to come in turn, the interval is as wide as the fastest message there and back."""
     begun_0, ended_0 = [0, 1_000, 2_000], [0, 1_000 - 100, 1_900]  # an end belongs to the round before it
     begun, ended = [800, 1_000, 0], [0, 850, 1_060]
@@ -47,5 +47,5 @@ def test_a_rank_that_is_always_late_is_bounded_by_the_messages() -> None:
     assert offset.error_ns <= 500
 
 
-def test_drift_between_two_measurements_is_in_the_error() -> None:
+def test_drift() -> None:
     assert Offset(100, 5).and_later(Offset(140, 9)) == Offset(120, 29)

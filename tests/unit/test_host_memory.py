@@ -49,7 +49,7 @@ def run(**environment: str) -> list[str]:
     ).stdout.split()
 
 
-def test_what_was_freed_is_not_faulted_in_again() -> None:
+def test_freed_memory_is_kept() -> None:
     before, done, after = run()
     assert done == "True" and int(after) < 8192
     assert int(before) > 16384  # a page is 4 KiB
@@ -62,6 +62,6 @@ def test_what_was_freed_is_not_faulted_in_again() -> None:
         pytest.param({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, marks=pytest.mark.long),
     ],
 )
-def test_an_allocator_that_was_set_by_the_environment_is_left_alone(setting: dict[str, str]) -> None:
+def test_allocator_set_by_the_environment(setting: dict[str, str]) -> None:
     _, done, after = run(**setting)
     assert done == "False" and int(after) > 16384

@@ -127,7 +127,7 @@ def reaches(names: set[str], layer: str) -> set[str]:
     return {name for name in names if name == layer or name.startswith(f"{layer}.")}
 
 
-def test_all_folders_of_the_package_are_looked_at() -> None:
+def test_every_folder_is_read() -> None:
     folders = {module.split(".")[1] for module in TREES if module.count(".") == 2}
     assert {"passes", "runtime", "kernels"} <= folders
     assert len(TREES) >= 20
@@ -231,7 +231,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError that names the files
 
 
-def test_passes_and_runtime_never_import_each_other() -> None:
+def test_passes_and_runtime_are_apart() -> None:
     pairs = {(folder.split(".")[0], other.split(".")[0]) for folder, other in arrows()}
     assert pairs & {("passes", "runtime"), ("runtime", "passes")} == set()
 
@@ -255,7 +255,7 @@ def test_streams_are_known_in_one_file() -> None:
     assert {module: names for module, names in found.items() if names} == {}
 
 
-def test_the_bucket_plan_is_data_and_asks_nothing_of_torch_distributed() -> None:
+def test_bucket_plan_is_data() -> None:
     tree = TREES["ddp_compile.plan.spec"]
     others = {name for name in imported_names(tree) if name.split(".")[0] not in sys.stdlib_module_names}
     assert {name for name in others if name == "torch" or name in TREES} == {
@@ -264,18 +264,18 @@ def test_the_bucket_plan_is_data_and_asks_nothing_of_torch_distributed() -> None
     assert [name for name in torch_names(tree) if name.startswith("torch.distributed")] == []
 
 
-def test_kernels_need_nothing_else_of_ours_than_errors() -> None:
+def test_kernels_import_errors_alone() -> None:
     others = {other.split(".")[0] for folder, other in arrows() if folder.split(".")[0] == "kernels"}
     assert others == {"kernels", "errors"}
 
 
-def test_only_the_command_line_imports_the_harness() -> None:
+def test_who_imports_the_harness() -> None:
     harness = "ddp_compile.bench"
     users = {m for m in TREES if m not in below(harness) and reaches(imports_of_ours(m), harness)}
     assert users == {"ddp_compile.__main__"}
 
 
-def test_graph_dumps_know_no_pass_and_passes_know_no_dumps() -> None:
+def test_graph_dumps_know_no_pass() -> None:
     assert reaches(imports_of_ours("ddp_compile.compile.graph_dump"), "ddp_compile.passes") == set()
 
 
@@ -375,7 +375,7 @@ def exists(name: str) -> bool:
     return True
 
 
-def test_private_names_are_where_they_are_asked_for() -> None:
+def test_private_names_exist() -> None:
     names = {name for module in below(INTERNALS) for name in private_torch_names(TREES[module])}
     assert len(names) > 40 and "torch._C._current_graph_task_id" in names
     release = release_of(torch.__version__)
@@ -430,7 +430,7 @@ def test_names_of_extensions_are_imported_at_their_first_use() -> None:
     assert "AttributeError: module 'ddp_compile' has no attribute 'shard'" in done.stderr
 
 
-def test_an_extension_imports_the_public_names_only() -> None:
+def test_extension_imports_public_names() -> None:
     algorithms = importlib.import_module("ddp_compile.algorithms")
     public = {"ddp_compile.algorithms", *(f"ddp_compile.algorithms.{name}" for name in algorithms.__all__)}
     layers = ("ddp_compile.errors", "ddp_compile.kernels")

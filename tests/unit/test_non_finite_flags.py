@@ -22,11 +22,11 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_infinities_and_nan_are_found_and_large_values_are_not(dtype: torch.dtype) -> None:
+def test_dtypes(dtype: torch.dtype) -> None:
     assert non_finite_flags(tensors(dtype)).tolist() == [True, True, True, False, False]
 
 
-def test_values_of_sparse_tensors_are_looked_at() -> None:
+def test_sparse_tensors() -> None:
     rows = torch.tensor([[0, 2, 2]])
     finite = torch.sparse_coo_tensor(rows, torch.ones(3, 4), (5, 4))
     assert non_finite_flags([finite]).tolist() == [False]
@@ -43,7 +43,7 @@ def buffer_of(dtype: torch.dtype) -> tuple[FlatBuffer, list[Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_flattening_says_which(dtype: torch.dtype) -> None:
+def test_flags_of_a_flattened_buffer(dtype: torch.dtype) -> None:
     buffer, gradients = buffer_of(dtype)
     assert buffer.flatten(gradients, 0.5, checks_finite=True) is None
     assert buffer.flatten(tensors(dtype), 0.5) is None
@@ -51,12 +51,12 @@ def test_flattening_says_which(dtype: torch.dtype) -> None:
     assert flags is not None and flags.tolist() == [True, True, True, False, False]
 
 
-def test_a_device_is_not_waited_for() -> None:
+def test_flags_on_the_device() -> None:
     flags = non_finite_flags([t.to("meta") for t in tensors(torch.float32)])  # where asking for a value is an error
     assert flags.is_meta and flags.shape == (5,) and flags.dtype == torch.bool
 
 
-def test_on_a_device_with_streams_the_flags_are_made_whatever_the_values_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_finite_values(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, gradients = buffer_of(torch.float32)
     monkeypatch.setattr(streams, "has_streams", lambda device: True)
     flags = buffer.flatten(gradients, 0.5, checks_finite=True)

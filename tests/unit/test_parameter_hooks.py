@@ -61,6 +61,14 @@ def parameters(count: int) -> list[Parameter]:
     return [Parameter(torch.ones(2)) for _ in range(count)]
 
 
+def batched() -> tuple[Listener, list[Parameter], ParameterHooks]:
+    """Six parameters in two buckets, whose gradients are only counted but for those that are expected last."""
+    listener, params = Listener(), parameters(6)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
+    listener.batch(hooks, *two_buckets(params))
+    return listener, params, hooks
+
+
 def backward(used: list[Parameter]) -> None:
     """Gradients arrive from the last one used to the first."""
     x = torch.ones(2)
@@ -69,7 +77,7 @@ def backward(used: list[Parameter]) -> None:
     x.sum().backward()
 
 
-def test_at_first_every_gradient_is_notified() -> None:
+def test_every_gradient_notifies() -> None:
     listener, params = Listener(), parameters(4)
     hooks = ParameterHooks(params, Accumulators(params), listener)
     backward(params)
@@ -79,7 +87,7 @@ def test_at_first_every_gradient_is_notified() -> None:
     assert len(listener.heard) == 4
 
 
-def test_batching_tells_of_the_one_that_came_last_the_time_before() -> None:
+def test_last_gradient_notifies() -> None:
     listener, params = Listener(), parameters(6)
     hooks = ParameterHooks(params, Accumulators(params), listener)
     buckets = two_buckets(params)
@@ -97,7 +105,7 @@ def test_batching_tells_of_the_one_that_came_last_the_time_before() -> None:
         assert not listener.missing
 
 
-def test_one_that_comes_first_is_not_expected_last() -> None:
+def test_first_gradient_is_not_last() -> None:
     listener, params = Listener(), parameters(3)
     hooks = ParameterHooks(params, Accumulators(params), listener)
     hooks.batch(bucket_of(params, 0, 1, 2), arriving=(2,))
@@ -105,10 +113,8 @@ def test_one_that_comes_first_is_not_expected_last() -> None:
     assert listener.heard == [2, 1, 0]
 
 
-def test_what_was_batched_is_struck_off_when_a_backward_ends_without_the_last() -> None:
-    listener, params = Listener(), parameters(6)
-    hooks = ParameterHooks(params, Accumulators(params), listener)
-    listener.batch(hooks, *two_buckets(params))
+def test_flush_after_a_partial_backward() -> None:
+    listener, params, hooks = batched()
     backward([params[1], params[2]])
     assert listener.heard == [] and listener.missing == {0, 1, 2, 3, 4, 5}
     hooks.flush_all()
@@ -117,10 +123,8 @@ def test_what_was_batched_is_struck_off_when_a_backward_ends_without_the_last() 
     assert listener.heard == [1, 0]  # each tells of itself again
 
 
-def test_a_gradient_that_comes_twice_is_notified_of() -> None:
-    listener, params = Listener(), parameters(6)
-    hooks = ParameterHooks(params, Accumulators(params), listener)
-    listener.batch(hooks, *two_buckets(params))
+def test_gradient_comes_twice() -> None:
+    listener, params, _hooks = batched()
     backward([params[2]])
     backward([params[2]])
     assert listener.heard == []
@@ -128,17 +132,15 @@ def test_a_gradient_that_comes_twice_is_notified_of() -> None:
     assert listener.heard == [0, 2] and listener.missing == {1, 3, 4, 5}
 
 
-def test_a_gradient_that_comes_after_the_last_is_notified_of_when_the_backward_ends() -> None:
-    listener, params = Listener(), parameters(6)
-    hooks = ParameterHooks(params, Accumulators(params), listener)
-    listener.batch(hooks, *two_buckets(params))
+def test_gradient_after_the_last() -> None:
+    listener, params, hooks = batched()
     backward(params[:3])
     backward([params[1]])
     assert listener.heard == [0]
     assert hooks.flush_all() == [1]
 
 
-def test_nobody_is_notified_of_what_nobody_waits_for() -> None:
+def test_batch_without_notification() -> None:
     listener, params = Listener(), parameters(3)
     hooks = ParameterHooks(params, Accumulators(params), listener)
     bucket = bucket_of(params, 2, 1, 0)
@@ -148,7 +150,7 @@ def test_nobody_is_notified_of_what_nobody_waits_for() -> None:
     assert listener.heard == [] and not bucket.iteration.pending
 
 
-def test_batching_what_is_batched_loses_nothing() -> None:
+def test_batch_again() -> None:
     listener, params = Listener(), parameters(3)
     hooks = ParameterHooks(params, Accumulators(params), listener)
     bucket = bucket_of(params, 2, 1, 0)
@@ -159,7 +161,7 @@ def test_batching_what_is_batched_loses_nothing() -> None:
     assert bucket.iteration.pending == {0}
 
 
-def test_after_batching_every_gradient_is_notified_again() -> None:
+def test_notify_after_a_batch() -> None:
     listener, params = Listener(), parameters(3)
     hooks = ParameterHooks(params, Accumulators(params), listener)
     bucket = bucket_of(params, 2, 1, 0)
@@ -170,7 +172,7 @@ def test_after_batching_every_gradient_is_notified_again() -> None:
     assert bucket.iteration.pending == {0, 1, 2}
 
 
-def test_the_listener_is_notified_when_all_other_hooks_have_run() -> None:
+def test_notified_after_other_hooks() -> None:
     listener, params = Listener(), parameters(2)
     accumulators = Accumulators(params)
     hooks = ParameterHooks(params, accumulators, listener)
@@ -190,7 +192,7 @@ def test_the_listener_is_notified_when_all_other_hooks_have_run() -> None:
     assert listener.heard[-3:] == [-2, -1, -3]
 
 
-def test_hooks_keep_neither_the_listener_nor_a_cycle_alive() -> None:
+def test_hooks_keep_nothing_alive() -> None:
     listener, params = Listener(), parameters(2)
     hooks = ParameterHooks(params, Accumulators(params), listener)
     hooks.batch(bucket_of(params, 1, 0))

@@ -95,7 +95,7 @@ def records_of(blocks_host: bool) -> StepRecords:
     return StepRecords(CPU, 1, 1, None, 8, blocks_host, lambda: None)
 
 
-def test_a_step_is_read_when_the_device_has_passed_it_and_the_host_never_waits(device: SlowDevice) -> None:
+def test_host_does_not_wait_for_events(device: SlowDevice) -> None:
     records, work = records_of(blocks_host=False), Work()
     assert device.num_waits == 1  # for the origin of the clock
     run_step(records, PLAN, work)
@@ -112,7 +112,7 @@ def test_a_step_is_read_when_the_device_has_passed_it_and_the_host_never_waits(d
     assert abs(records.steps[0].began - time.monotonic_ns()) < 60e9
 
 
-def test_if_a_wait_blocks_the_host_nobody_waits_for_the_end_of_a_transfer(device: SlowDevice) -> None:
+def test_waits_that_block_the_host(device: SlowDevice) -> None:
     records, work = records_of(blocks_host=True), Work()
     run_step(records, PLAN, work)
     assert work.num_waits == 0 and records.read_all()[0].transfers[0].done == []
@@ -128,7 +128,7 @@ class WorkWithFuture(Work):
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_on_the_host_the_future_of_a_work_says_when_it_was_done(is_complete: bool) -> None:
+def test_future_of_a_host_work(is_complete: bool) -> None:
     records, work = records_of(blocks_host=True), WorkWithFuture()
     if is_complete:
         work.future.set_result(None)
@@ -146,7 +146,7 @@ class Hook:
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_on_a_device_a_hook_is_done_with_a_future_that_is_complete(device: SlowDevice, is_complete: bool) -> None:
+def test_future_of_a_device_hook(device: SlowDevice, is_complete: bool) -> None:
     records, hook = records_of(blocks_host=False), Hook()
     if is_complete:
         hook.future.set_result(None)
@@ -166,9 +166,7 @@ class TwoCollectives(CollectiveChain):
 
 
 @pytest.mark.parametrize("blocks_host", [False, True])
-def test_a_chain_is_done_when_its_last_collective_is_if_all_have_been_started(
-    device: SlowDevice, monkeypatch: pytest.MonkeyPatch, blocks_host: bool
-) -> None:
+def test_end_of_a_chain(device: SlowDevice, monkeypatch: pytest.MonkeyPatch, blocks_host: bool) -> None:
     monkeypatch.setattr(collective_chain, "work_blocks_host", lambda *_: blocks_host)
     group: Any = None
     bucket: Any = SimpleNamespace(flat=torch.zeros(1), describe=str, call_by_name=lambda call, *args: call(*args))
@@ -179,7 +177,7 @@ def test_a_chain_is_done_when_its_last_collective_is_if_all_have_been_started(
     assert blocks_host or transfer.launch_returned < transfer.done[0] < transfer.waited_from
 
 
-def test_a_callback_after_the_wait_does_not_count() -> None:
+def test_callback_after_the_wait() -> None:
     records, hook = records_of(blocks_host=True), Hook()
     records.iteration_begins(0)
     records.forward_begins()
@@ -193,7 +191,7 @@ def test_a_callback_after_the_wait_does_not_count() -> None:
     assert records.steps[0].transfers[0].done == [transfer.waited_until]
 
 
-def test_steps_of_another_plan_begin_anew() -> None:
+def test_steps_of_another_plan() -> None:
     records = records_of(blocks_host=True)
     other = plan_in_frames(gradients(50, 50))
     for plan in (PLAN, other, other):

@@ -35,12 +35,12 @@ def as_in_a_new_process() -> Iterator[None]:
         ("unknown", False),
     ],
 )
-def test_versions_are_compared_by_their_release(version: str, newer: bool) -> None:
+def test_versions(version: str, newer: bool) -> None:
     assert is_newer_than_tested(version) is newer
 
 
 @pytest.mark.usefixtures("single_rank_group", "as_in_a_new_process")
-def test_a_newer_torch_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.99.0+cpu"))
     for _ in range(2):
         ddp_compile(nn.Linear(3, 3))
@@ -51,7 +51,7 @@ def test_a_newer_torch_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert f"install torch {NEWEST_TESTED} or a newer ddp_compile" in said.getMessage()
 
 
-def test_the_newest_that_was_tested_is_the_newest_of_the_page() -> None:
+def test_newest_version_of_the_page() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text()
     versions = re.findall(r"^\| (\d+)\.(\d+)\.\d+", page, re.MULTILINE)
     assert max((int(major), int(minor)) for major, minor in versions) == tuple(map(int, NEWEST_TESTED.split(".")))

@@ -33,7 +33,7 @@ def quoted_messages() -> list[str]:
     return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
 
 
-def test_every_message_is_one_of_the_codes() -> None:
+def test_messages_of_the_page() -> None:
     said, quoted = "\n".join(texts()), quoted_messages()
     assert len(quoted) > 30
     patterns = {message: ".*".join(map(re.escape, message.split(ANYTHING))) for message in quoted}

@@ -15,12 +15,12 @@ from ddp_compile import ddp_compile
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
-def test_state_dict_has_the_modules_own_keys() -> None:
+def test_keys() -> None:
     assert list(replicated().state_dict()) == list(Net().state_dict())
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
-def test_checkpoints_of_wrapped_models_load(prefix: str) -> None:
+def test_checkpoints_of_wrappers(prefix: str) -> None:
     saved = Net().state_dict()
     model = replicated()
     result = model.load_state_dict({f"{prefix}{key}": value for key, value in saved.items()})
@@ -29,20 +29,20 @@ def test_checkpoints_of_wrapped_models_load(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
-def test_what_a_truncated_checkpoint_lacks_is_named(prefix: str) -> None:
+def test_truncated_checkpoint(prefix: str) -> None:
     saved = {f"{prefix}{key}": value for key, value in Net().state_dict().items() if not key.startswith("norm.")}
     with pytest.raises(RuntimeError, match=r"loading state_dict for Net:\s*Missing key.*\"norm\.weight\"") as refused:
         replicated().load_state_dict(saved)
     assert "Unexpected key" not in str(refused.value) and "first" not in str(refused.value)
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_its_own_names() -> None:
+def test_checkpoint_of_another_model() -> None:
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"module\.layers\.0\"\."):
         replicated().load_state_dict({"module.layers.0": torch.zeros(3)})
 
 
 @pytest.mark.parametrize("value", [None, "checkpoint.pt", 5, [("first.weight", None)]])
-def test_what_is_no_state_dict_is_refused_as_by_the_module_itself(value: Any) -> None:
+def test_not_a_state_dict(value: Any) -> None:
     with pytest.raises(TypeError) as plain:
         Net().load_state_dict(value)
     with pytest.raises(TypeError) as ours:
@@ -50,7 +50,7 @@ def test_what_is_no_state_dict_is_refused_as_by_the_module_itself(value: Any) ->
     assert str(ours.value) == str(plain.value)
 
 
-def test_load_state_dict_by_assignment_is_refused() -> None:
+def test_load_by_assignment() -> None:
     with pytest.raises(ValueError, match="assign=False"):
         replicated().load_state_dict(Net().state_dict(), assign=True)
 
@@ -65,14 +65,14 @@ class Versioned(nn.Linear):
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.parallel.DistributedDataParallel, torch.compile])
-def test_versions_in_checkpoints_survive(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_versions_in_checkpoints(wrap: Callable[[nn.Module], nn.Module]) -> None:
     saved = wrap(nn.Sequential(Versioned(3, 3))).state_dict()
     model = ddp_compile(nn.Sequential(Versioned(3, 3)), backend="eager")
     model.load_state_dict(saved)
     assert torch.equal(model[0].weight, next(iter(saved.values())))
 
 
-def test_prefixes_that_are_the_models_own_stay() -> None:
+def test_prefixes_of_the_model() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()

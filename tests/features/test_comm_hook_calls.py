@@ -49,7 +49,7 @@ def threefold(state, bucket):
     return done(bucket.buffer() * 3)
 
 
-def test_the_hook_is_called_as_ddps_is_on_a_single_rank_too() -> None:
+def test_called_as_by_ddp() -> None:
     ours, theirs = replicated("aot_eager"), DistributedDataParallel(small_model(), bucket_cap_mb=CAP_MB)
     calls: tuple[list[Any], list[Any]] = ([], [])
     for model, seen in zip((ours, theirs), calls, strict=True):
@@ -64,7 +64,7 @@ def test_the_hook_is_called_as_ddps_is_on_a_single_rank_too() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-def test_a_bucket_is_flat_and_without_gaps_and_its_gradients_are_views() -> None:
+def test_bucket_of_a_hook() -> None:
     model = replicated()
     num_buckets = 0
 
@@ -92,7 +92,7 @@ def test_a_bucket_is_flat_and_without_gaps_and_its_gradients_are_views() -> None
     assert all(torch.equal(a, p.grad * 2) for a, p in zip(doubled, plain.parameters(), strict=True))
 
 
-def test_a_hook_may_return_what_a_work_gives_it() -> None:
+def test_future_of_a_work() -> None:
     model = replicated()
     model.register_comm_hook(None, lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future())
     go_backward(model)
@@ -126,7 +126,7 @@ def fails_later(state: Any, bucket: Any) -> Any:
         (lambda state, bucket: done(None), "gave an object of type NoneType for bucket {0}"),
     ],
 )
-def test_what_goes_wrong_in_a_hook_is_named_and_no_step_follows(hook: Callable[..., Any], said: str) -> None:
+def test_hooks_that_fail(hook: Callable[..., Any], said: str) -> None:
     model = replicated()
     model.register_comm_hook(None, hook)
     with pytest.raises(ReductionError, match=said.replace("{0}", r"0 \(\d+ bytes:")) as failed:
@@ -157,14 +157,14 @@ def reversed_arguments(bucket: dist.GradBucket, state: object) -> torch.futures.
         (wrong_result, ValueError, "wrong_result annotates its result with <class 'torch.Tensor'>"),
     ],
 )
-def test_hooks_of_another_signature_are_refused(hook: Any, error: type[Exception], said: str) -> None:
+def test_signatures(hook: Any, error: type[Exception], said: str) -> None:
     model = replicated()
     with pytest.raises(error, match=re.escape(said)):
         model.register_comm_hook(None, hook)
     model.register_comm_hook(None, allreduce_hook)  # a refused hook is not registered
 
 
-def test_a_hook_is_refused_in_the_middle_of_a_backward() -> None:
+def test_hook_inside_a_backward() -> None:
     model = replicated()
     go_backward(model)
     model[0].weight.register_hook(lambda gradient: model.register_comm_hook(None, allreduce_hook))
@@ -188,7 +188,7 @@ class ReturnsNothingConfig(AlgorithmConfig):
         return ReturnsNothing()
 
 
-def test_an_algorithm_that_returns_nothing_to_wait_for_is_refused() -> None:
+def test_launch_returns_nothing() -> None:
     model = ddp_compile(small_model(), backend="eager", algorithm=ReturnsNothingConfig())
     with pytest.raises(TypeError, match=r"launch\(\) of the algorithm that forgets to return returned None for b"):
         go_backward(model)

@@ -32,7 +32,7 @@ def split_sources(monkeypatch: pytest.MonkeyPatch) -> list[dist.ProcessGroup]:
     return asked
 
 
-def test_torch_itself_would_split_them(
+def test_groups_of_torch_are_split(
     bound_default_group: dist.ProcessGroup, split_sources: list[dist.ProcessGroup]
 ) -> None:
     group = dist.new_group([0], use_local_synchronization=True)
@@ -40,9 +40,7 @@ def test_torch_itself_would_split_them(
     assert group.bound_device_id == BOUND
 
 
-def test_they_are_neither_split_nor_bound(
-    bound_default_group: dist.ProcessGroup, split_sources: list[dist.ProcessGroup]
-) -> None:
+def test_groups_are_not_bound(bound_default_group: dist.ProcessGroup, split_sources: list[dist.ProcessGroup]) -> None:
     named = group_of([0], bound_default_group, CPU, "agreed_on")
     drawn = own_group(bound_default_group, CPU)
     assert [group.bound_device_id for group in (named, drawn)] == [None, None]
@@ -50,7 +48,7 @@ def test_they_are_neither_split_nor_bound(
     assert bound_default_group.bound_device_id == BOUND
 
 
-def test_the_default_group_stays_bound_after_an_error(bound_default_group: dist.ProcessGroup) -> None:
+def test_default_group_after_an_error(bound_default_group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="world size"):
         group_of([0, -1], bound_default_group, CPU, "agreed_on")
     assert bound_default_group.bound_device_id == BOUND

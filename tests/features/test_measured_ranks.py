@@ -58,7 +58,7 @@ def check_times(step: Step) -> None:
 
 
 @on_ranks(2)
-def test_a_report_is_the_same_on_every_rank(split: str) -> None:
+def test_report_of_every_rank(split: str) -> None:
     model = replicate(split=split)
     train_step(model)
     measurement = model.measure(steps=3)
@@ -86,7 +86,7 @@ def test_a_report_is_the_same_on_every_rank(split: str) -> None:
 
 @on_ranks(2)
 @eagerly
-def test_a_late_rank_is_named_and_its_transfers_are_not_longer() -> None:
+def test_late_rank_is_named() -> None:
     model = trained()
     measurement = model.measure(steps=3)
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_a_late_rank_is_named_and_its_transfers_are_not_longer() -> None:
 
 @on_ranks(2)
 @eagerly
-def test_gathers_of_a_sharded_optimizer_belong_to_the_next_step() -> None:
+def test_gathers_of_the_next_step() -> None:
     model = replicate()
     optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     measurement = None
@@ -150,7 +150,7 @@ def step_of_both(a: Any, b: Any, late: tuple[Any, ...]) -> None:
 
 @on_ranks(2)
 @eagerly
-def test_records_of_different_models_are_not_mixed() -> None:
+def test_two_measured_models() -> None:
     a, b = (ddp_compile(Halves(width), backend="aot_eager") for width in (8, 16))
     for _ in range(4):  # in the last one the ranks compare
         step_of_both(a, b, late=(a, b))
@@ -162,7 +162,7 @@ def test_records_of_different_models_are_not_mixed() -> None:
 
 @on_ranks(2)
 @eagerly
-def test_micro_batches_are_one_step_and_a_begun_one_is_not_recorded() -> None:
+def test_micro_batches() -> None:
     model = replicate()
     measurement = None
     for number in range(1, 4):
@@ -180,7 +180,7 @@ def test_micro_batches_are_one_step_and_a_begun_one_is_not_recorded() -> None:
 
 @on_ranks(2)
 @eagerly
-def test_time_inside_launches_and_drains_is_not_computation() -> None:
+def test_launches_are_not_computation() -> None:
     """ByteGrad waits inside `launch` for the bucket before; LocalSGD waits after the backward."""
     for algorithm in (ByteGrad(), LocalSGD(period=1)):
         model = trained(algorithm=algorithm)
@@ -212,7 +212,7 @@ def slow_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]
 
 @on_ranks(2)
 @eagerly
-def test_a_hook_is_done_with_its_future_and_a_chain_of_one_with_its_collective() -> None:
+def test_ends_of_hooks_and_chains() -> None:
     for algorithm, hook in (
         (GradientAllReduce(), slow_hook),
         (GradientAllReduce(), default_hooks.fp16_compress_hook),
@@ -239,7 +239,7 @@ def test_a_hook_is_done_with_its_future_and_a_chain_of_one_with_its_collective()
 
 @on_ranks(2)
 @eagerly
-def test_a_step_that_raises_is_not_recorded() -> None:
+def test_step_that_raises() -> None:
     model = trained(check_finite_gradients=True)
     measurement = model.measure(steps=3)
     for number in range(3):
@@ -266,7 +266,7 @@ def ranks_measure_differently(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
-def test_every_rank_hears_of_one_that_measures_alone() -> None:
+def test_rank_that_measures_alone() -> None:
     outcome = run_and_meet(one_rank_measures)
     assert "measure(steps=2) from iteration 2 on on rank 0, nothing on rank 1" in outcome
     assert outcome.startswith(("RanksDifferError", "ReductionError")[dist.get_rank()])
@@ -276,7 +276,7 @@ def test_every_rank_hears_of_one_that_measures_alone() -> None:
 
 @on_ranks(2)
 @eagerly
-def test_what_cannot_be_measured_is_refused_with_the_way_out() -> None:
+def test_refused_measurements() -> None:
     model = replicate()
     for steps in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=r"measure\(steps=.*\) must be an integer of at least 1"):
@@ -298,7 +298,7 @@ def test_what_cannot_be_measured_is_refused_with_the_way_out() -> None:
 
 @on_ranks(2)
 @eagerly
-def test_a_model_and_its_group_go_right_after_a_measured_step() -> None:
+def test_model_is_freed_after_measuring() -> None:
     """Callbacks of works run in the group's threads, which are joined when it is destroyed."""
     group = dist.new_group()
     model = trained(process_group=group)

@@ -18,13 +18,12 @@ from ddp_compile import explain, is_replicated, no_sync, unwrap
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
-def test_functions_do_what_the_methods_do() -> None:
+def test_functions_are_methods() -> None:
     model = replicated()
     assert is_replicated(model) and not is_replicated(Net()) and not is_replicated(nn.Sequential(model))
     with no_sync(model):
         assert not model.require_backward_grad_sync
         backward(model)
-        assert model._ddp_compile_state.builder.sealed is None
     assert model.require_backward_grad_sync
     backward(model)
     assert explain(model) == model.explain() and str(explain(model)).startswith("bucket ")
@@ -32,7 +31,7 @@ def test_functions_do_what_the_methods_do() -> None:
 
 
 @pytest.mark.parametrize("function", [no_sync, explain, unwrap])
-def test_functions_refuse_a_module_that_is_not_replicated(function: Callable[[nn.Module], object]) -> None:
+def test_module_that_is_not_replicated(function: Callable[[nn.Module], object]) -> None:
     for module in (Net(), nn.Sequential(replicated()), copy.deepcopy(replicated())):
         kind = type(module).__name__
         said = f"{function.__name__}: model is a {kind} that is not replicated; call ddp_compile(model) first"
@@ -49,7 +48,7 @@ class OwnMethods(Net):
         return "a property"
 
 
-def test_a_module_keeps_its_own_names_and_the_functions_go_past_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_own_methods(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ddp_compile"):
         model = ddp_compile.ddp_compile(OwnMethods(), backend="eager", fullgraph=True)
     said = [record.getMessage() for record in caplog.records]
@@ -60,8 +59,8 @@ def test_a_module_keeps_its_own_names_and_the_functions_go_past_them(caplog: pyt
     ]
     assert (model.explain(), model.no_sync) == ("its author's", "a property")
     with no_sync(model):
+        assert not model.require_backward_grad_sync
         backward(model)
-        assert model._ddp_compile_state.builder.sealed is None
     backward(model)
     assert "graph 0" in str(explain(model))
     assert model.unwrap() is model and model.explain() == "its author's"
@@ -72,7 +71,7 @@ class OwnRepr(nn.Linear):
         return "its author's"
 
 
-def test_a_printed_module_says_how_it_is_replicated() -> None:
+def test_repr() -> None:
     plain = Net()
     keys = list(plain.state_dict())
     printed = repr(plain)

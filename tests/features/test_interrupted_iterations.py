@@ -70,7 +70,7 @@ def test_the_next_forward_refuses(owner: Any, name: str, monkeypatch: pytest.Mon
             go_on(model)
 
 
-def test_an_iteration_without_a_call_of_the_module_is_not_begun_after_one_that_broke(
+def test_interrupted_call_of_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, x = small_model(), torch.randn(2, 4)
@@ -84,7 +84,7 @@ def test_an_iteration_without_a_call_of_the_module_is_not_begun_after_one_that_b
         model.forward(x).sum().backward()
 
 
-def test_what_a_broken_iteration_left_in_grad_is_dropped_with_the_reducer() -> None:
+def test_gradients_of_an_interrupted_backward() -> None:
     model = small_model()
     go_backward(model)
     handle = model[0].weight.register_hook(press_ctrl_c)
@@ -96,7 +96,7 @@ def test_what_a_broken_iteration_left_in_grad_is_dropped_with_the_reducer() -> N
     assert all(parameter.grad is None for parameter in plain.parameters())
 
 
-def test_what_an_interrupted_agreement_left_in_grad_is_dropped(
+def test_gradients_of_an_interrupted_agreement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = small_model()
@@ -107,7 +107,7 @@ def test_what_an_interrupted_agreement_left_in_grad_is_dropped(
     assert all(parameter.grad is None for parameter in model.unwrap().parameters())
 
 
-def test_after_a_whole_iteration_gradients_stay() -> None:
+def test_gradients_of_a_whole_iteration() -> None:
     model = small_model()
     go_backward(model)
     assert all(parameter.grad is not None for parameter in model.unwrap().parameters())

@@ -60,7 +60,7 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
         ({"compile_evaluation": 0}, ValueError, "compile_evaluation=0 is not known"),
     ],
 )
-def test_a_wrong_setting_is_named(settings: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_settings(settings: dict[str, Any], error: type[Exception], said: str) -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(error, match=re.escape(said)):
         ddp_compile(model, **settings)
@@ -93,7 +93,7 @@ class HasJoin(nn.Linear):
         (lambda: HasJoin(3, 3), "HasJoin.join has the name of a method that ddp_compile adds"),
     ],
 )
-def test_a_module_that_cannot_be_replicated_is_refused(make: Callable[[], nn.Module], said: str) -> None:
+def test_modules(make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as refused:
         ddp_compile(make())
     assert isinstance(refused.value, RuntimeError)
@@ -124,25 +124,21 @@ NOT_ON_MPS = "is on mps:0, and torch.mps has no streams"
         (BufferElsewhere, f"rank 0: elsewhere {NOT_ON_XPU}"),
     ],
 )
-def test_a_device_that_cannot_be_sent_from_is_refused(
-    make: Callable[[], nn.Module], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices(make: Callable[[], nn.Module], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(streams.backend._has_streams, "xpu", True)  # which this build of torch does not know
     with pytest.raises(ReplicationError, match=re.escape(said)):
         ddp_compile(make())
 
 
 @pytest.mark.parametrize("algorithm", [Decentralized(peer_selection="shift_one"), LowPrecisionDecentralized()])
-def test_point_to_point_messages_from_an_accelerator_are_refused_on_gloo(
-    algorithm: AlgorithmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_point_to_point_on_gloo(algorithm: AlgorithmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "has_streams", lambda device: True)  # the CPU stands for an accelerator
     said = r"^rank 0: the (low-precision )?decentralized average .* sends point-to-point messages, for which gloo takes"
     with pytest.raises(ReplicationError, match=said):
         ddp_compile(nn.Linear(3, 3), algorithm=algorithm)
 
 
-def test_a_module_on_two_devices_is_refused() -> None:
+def test_two_devices() -> None:
     module = nn.Sequential(nn.Linear(3, 3), on("xpu"))
     with pytest.raises(
         ReplicationError, match=r"^rank 0: 0.weight is on cpu, 1.weight is on xpu:0; all reduced parameters must"
@@ -159,7 +155,7 @@ def test_a_module_on_two_devices_is_refused() -> None:
         ({"broadcast_buffers": False}, True),
     ],
 )
-def test_what_is_not_sent_may_be_on_any_device(settings: dict[str, Any], is_sent: bool) -> None:
+def test_devices_of_what_is_not_sent(settings: dict[str, Any], is_sent: bool) -> None:
     config = ReplicateConfig(caps_bytes=(1,), **settings)
     group = resolve_process_group(None, None)
     with pytest.raises(ReplicationError, match="elsewhere") if is_sent else nullcontext():
@@ -188,9 +184,7 @@ def of_two_dimensions() -> dict[str, Any]:
         (lambda: nn.Linear(3, 3), of_two_dimensions, "2 dimensions"),
     ],
 )
-def test_what_ddp_refuses_with_a_runtime_error_is_one_here_and_a_value_error(
-    make: Callable[[], nn.Module], settings: Callable[[], dict[str, Any]], said: str
-) -> None:
+def test_kinds_of_errors(make: Callable[[], nn.Module], settings: Callable[[], dict[str, Any]], said: str) -> None:
     for wrap in (DistributedDataParallel, ddp_compile):
         with pytest.raises(RuntimeError):
             wrap(make(), **settings())
@@ -198,7 +192,7 @@ def test_what_ddp_refuses_with_a_runtime_error_is_one_here_and_a_value_error(
         ddp_compile(make(), **settings())
 
 
-def test_something_else_than_a_module_is_refused() -> None:
+def test_not_a_module() -> None:
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not function"):
         ddp_compile(lambda x: x)
 
@@ -217,13 +211,13 @@ REFUSED_ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", DDP_ARGUMENTS_REPLACED)
-def test_a_ddp_argument_is_refused_with_what_to_write_instead(name: str) -> None:
+def test_arguments_of_ddp(name: str) -> None:
     value = REFUSED_ARGUMENTS[name]
     with pytest.raises(TypeError, match=re.escape(f"{name}={value!r}; {DDP_ARGUMENTS_REPLACED[name]}")):
         ddp_compile(nn.Linear(3, 3), **{name: value})
 
 
-def test_an_argument_of_a_torch_newer_than_the_package_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def newer(self: object, module: nn.Module, brand_new: bool = False) -> None: ...
 
     monkeypatch.setattr(DistributedDataParallel, "__init__", newer)
@@ -235,7 +229,7 @@ def test_an_argument_of_a_torch_newer_than_the_package_is_refused_as_such(monkey
     ddp_compile(nn.Linear(3, 3), brand_new=False)
 
 
-def test_what_is_given_by_position_is_explained() -> None:
+def test_positional_argument() -> None:
     said = "[0] is in the position of DistributedDataParallel's device_ids: move the module to its device first"
     with pytest.raises(TypeError, match=re.escape(said)):
         ddp_compile(nn.Linear(3, 3), [0])

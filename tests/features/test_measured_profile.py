@@ -71,9 +71,7 @@ def measured_step(plan: str | None) -> tuple[str, float, int]:
     return report.to_json(), median(step.duration_s for step in report.steps), len(model.explain().graphs)
 
 
-def test_a_plan_from_measured_steps_shortens_the_step(
-    ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_plan_from_measured_steps(ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     profile, plan = tmp_path / "report.json", tmp_path / "plan.json"
     report, default_s, _ = ranks(2).run(measured_step, None)[0]
     profile.write_text(report)
@@ -102,7 +100,7 @@ def sharded_steps(split: str, loss_s: float) -> str:
 
 
 @pytest.mark.parametrize("split", only(["forward"], ["forward", "backward"]))
-def test_a_sharded_forward_reads_its_last_parameters_before_a_long_loss(ranks: Ranks, split: str) -> None:
+def test_needs_of_a_sharded_forward(ranks: Ranks, split: str) -> None:
     loss_s = 0.2
     report = StepReport.from_json(ranks(2).run(sharded_steps, split, loss_s)[0])
     costs = costs_of(report, Collective(latency_s=1e-5, s_per_byte=1e-9))

@@ -1,4 +1,4 @@
-"""``split="backward"``, apart from its exactness: the backends that it works with, its refusals, its memory."""
+"""Which graphs are left whole: backends, compiled autograd, ``split="auto"``; and what that leaves alone."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+from ways_to_train import count_early
 
 from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
@@ -34,7 +35,6 @@ def replicated(split: str = "backward", make: Callable[[], nn.Module] = Residual
     return model
 
 
-#: So many that activations take most of the memory. All that compiles with inductor has these, and shares its kernels.
 MANY_ROWS = 2048
 
 
@@ -45,8 +45,9 @@ def step(model: nn.Module, rows: int = 8) -> None:
 
 def num_launched_early(model: nn.Module, rows: int = 8) -> int:
     """Of six buckets; the last one is ready when the backward ends, and left to its hooks."""
+    launched = count_early(model)
     step(model, rows)
-    return len(model._ddp_compile_state.reducer.early_buckets)
+    return len(launched)
 
 
 def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
@@ -57,25 +58,13 @@ def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
     return inner_compile
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",
-        pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.long]),
-        pytest.param(inductor.compile_fx, marks=[pytest.mark.inductor, pytest.mark.long]),
-    ],
-)
-def test_backends_that_launch_inside_the_backward(backend: Any) -> None:
-    assert num_launched_early(replicated(backend=backend), MANY_ROWS) == 5
-
-
 def products() -> nn.Module:
     """Which inductor needs no C++ compiler for."""
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
 
 
 @pytest.mark.inductor
-def test_an_inner_compile_of_the_users_is_called_with_every_graph() -> None:
+def test_inner_compile() -> None:
     seen: list[str] = []
     backend = functools.partial(inductor.compile_fx, inner_compile=counting_inner_compile(seen))
     with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -83,7 +72,7 @@ def test_an_inner_compile_of_the_users_is_called_with_every_graph() -> None:
     assert seen == ["forward", "backward"]
 
 
-def test_an_inner_compile_that_is_not_callable_is_refused_by_name() -> None:
+def test_inner_compile_is_not_callable() -> None:
     module = ResidualLayers()
     with pytest.raises(ValueError, match="inner_compile=5, which is not callable"):
         ddp_compile(module, split="backward", backend=functools.partial(inductor.compile_fx, inner_compile=5))
@@ -98,17 +87,17 @@ def by_hand(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     ("backend", "name"),
     [("eager", "eager"), (by_hand, "by_hand"), (aot_autograd(fw_compiler=boxed_nop), "compiler_fn")],
 )
-def test_other_backends_are_cut_in_the_forward(backend: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_backends_are_cut(backend: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ddp_compile.compile.backend"):
         model = replicated(backend=backend)
     (record,) = caplog.records
     assert f"which {name} is not: graphs are cut in the forward instead" in record.getMessage()
     step(model)
-    (report,) = model._ddp_compile_state.backend.reports
-    assert report.num_partitions == 6 and not report.launches_in_backward
+    (graph,) = model.explain().graphs
+    assert len(graph.partitions) == 6 and not graph.launches_in_backward
 
 
-def test_compiled_autograd_is_refused_by_name() -> None:
+def test_compiled_autograd() -> None:
     model = replicated(backend="aot_eager")
     with (
         torch._dynamo.config.patch(compiled_autograd=True),
@@ -130,13 +119,13 @@ class CheckpointedInPart(ResidualLayers):
         return self.layers[5](torch.tanh(self.layers[4](x)))
 
 
-def test_auto_launches_inside_the_backward_of_what_cannot_be_cut_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_leaves_graphs_whole(caplog: pytest.LogCaptureFixture) -> None:
     for module, num_partitions in ((ResidualLayers(), 6), (CheckpointedWhole(), 1), (CheckpointedInPart(), 1)):
         model = ddp_compile(module, bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
         with caplog.at_level(logging.INFO, logger="ddp_compile.compile.backend"):
             step(model)
-        (report,) = model._ddp_compile_state.backend.reports
-        assert (report.num_partitions, report.launches_in_backward) == (num_partitions, num_partitions == 1)
+        (graph,) = model.explain().graphs
+        assert (len(graph.partitions), graph.launches_in_backward) == (num_partitions, num_partitions == 1)
     whole = "graph 0: left whole, since cutting it in the forward would not launch every bucket early"
     assert (
         caplog.messages.count(whole) == caplog.messages.count("graph 0: 6 buckets, launched inside its backward") == 2
@@ -152,12 +141,12 @@ class ScaledByRows(ResidualLayers):
         return x
 
 
-def test_a_graph_that_is_compiled_later_is_left_whole() -> None:
+def test_auto_leaves_a_later_graph_whole() -> None:
     model = ddp_compile(ScaledByRows(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
     model.register_comm_hook(None, allreduce_hook)
     num_early = [num_launched_early(model, rows) for rows in (3, 4, 5)]
-    first, later = model._ddp_compile_state.backend.reports
-    assert (first.num_partitions, later.num_partitions) == (6, 1)
+    first, later = model.explain().graphs
+    assert (len(first.partitions), len(later.partitions)) == (6, 1)
     # Iterations 1 and 2 are agreement points; in the second one the graph is new.
     assert num_early == [0, 0, 5]
     assert later.not_cut
@@ -178,7 +167,7 @@ class SparseInTheMiddle(nn.Module):
 
 
 @pytest.mark.inductor
-def test_the_memory_of_a_sparse_gradient_is_not_used_again() -> None:
+def test_memory_of_a_sparse_gradient() -> None:
     torch.manual_seed(0)
     plain = SparseInTheMiddle().double()
     model = ddp_compile(copy.deepcopy(plain), bucket_cap_mb=1e-4, split="backward", backend="inductor")
@@ -218,7 +207,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
-def test_buckets_of_experts_that_no_graph_shows_are_launched_by_their_hooks(split: str) -> None:
+def test_buckets_in_no_graph(split: str) -> None:
     model = ddp_compile(
         Experts(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager", split=split, find_unused_parameters=True
     )
@@ -233,7 +222,7 @@ def test_buckets_of_experts_that_no_graph_shows_are_launched_by_their_hooks(spli
     assert f"\n{len(eager)} buckets of {len(model.bucket_plan.buckets)} are in no graph" in str(model.explain())
 
 
-def test_auto_cuts_nothing_and_launches_nothing_inside_under_compiled_autograd(
+def test_auto_under_compiled_autograd(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
@@ -242,21 +231,12 @@ def test_auto_cuts_nothing_and_launches_nothing_inside_under_compiled_autograd(
         caplog.at_level(logging.INFO, logger="ddp_compile.compile.backend"),
     ):
         step(model)
-    (report,) = model._ddp_compile_state.backend.reports
-    assert (report.num_partitions, report.launches_in_backward) == (1, False)
+    (graph,) = model.explain().graphs
+    assert (len(graph.partitions), graph.launches_in_backward) == (1, False)
     assert "graph 0: not launched inside its backward, since compiled autograd compiles another one" in caplog.messages
 
 
-def test_graphs_that_no_gradient_comes_through_are_left_alone() -> None:
-    model = replicated(backend="aot_eager")
-    with torch.no_grad():
-        expected = model(torch.ones(3, WIDTH))
-    assert model._ddp_compile_state.backend.reports == []
-    assert torch.equal(model.eval()(torch.ones(3, WIDTH)), expected)
-    assert model._ddp_compile_state.backend.reports == []
-
-
-def test_a_backward_after_unwrap_is_this_ranks_own() -> None:
+def test_backward_after_unwrap() -> None:
     sent: list[tuple[int, bool]] = []
     model = ddp_compile(ResidualLayers(), bucket_cap_mb=ONE_LAYER_MIB, split="backward", backend="aot_eager")
     model.register_comm_hook(sent, noting_hook)
@@ -274,7 +254,7 @@ def test_a_backward_after_unwrap_is_this_ranks_own() -> None:
     assert all(map(torch.equal, gradients, (p.grad for p in model.parameters())))
 
 
-def test_saved_tensor_hooks_see_what_they_see_without_us() -> None:
+def test_saved_tensor_hooks() -> None:
     packed: dict[str, int] = {}
     for split in ("none", "backward"):
         model = replicated(split, backend="aot_eager")
@@ -308,16 +288,10 @@ def peak_bytes(model: nn.Module, path: Path, rows: int) -> int:
     return most + 2 * sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-# With few rows gradients take most of the memory.
-@pytest.mark.parametrize(
-    ("backend", "rows"),
-    [
-        pytest.param("aot_eager", 4, marks=pytest.mark.long),
-        ("aot_eager", MANY_ROWS),
-        pytest.param("inductor", MANY_ROWS, marks=[pytest.mark.inductor, pytest.mark.long]),
-    ],
-)
-def test_peak_memory_is_that_of_a_backward_without_launches(backend: str, rows: int, tmp_path: Path) -> None:
-    whole = peak_bytes(replicated("none", backend=backend), tmp_path / "none.json", rows)
-    inside = peak_bytes(replicated("backward", backend=backend), tmp_path / "backward.json", rows)
-    assert inside <= 1.02 * whole
+def test_peak_memory(tmp_path: Path) -> None:
+    """That of a backward without launches, if activations take most of the memory."""
+    peaks = {
+        split: peak_bytes(replicated(split, backend="aot_eager"), tmp_path / f"{split}.json", MANY_ROWS)
+        for split in ("none", "backward")
+    }
+    assert peaks["backward"] <= 1.02 * peaks["none"], peaks

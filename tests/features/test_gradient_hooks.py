@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from beside import own_batch, pair, seeded, train_beside
-from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
@@ -19,9 +17,6 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import GradientArrivalError, ddp_compile
-
-NUM_STEPS = 6
-APPEARS_AT = 4
 
 
 def small_mlp() -> nn.Module:
@@ -34,7 +29,7 @@ def shrink(parameter: nn.Parameter) -> None:
 
 @pytest.mark.usefixtures("each_split")
 @on_ranks(2)
-def test_nodes_live_as_long_as_the_module() -> None:
+def test_nodes_stay_alive() -> None:
     model = ddp_compile(small_mlp(), backend="aot_eager")
     calls = []
     for parameter in model.parameters():
@@ -47,7 +42,7 @@ def test_nodes_live_as_long_as_the_module() -> None:
 @pytest.mark.parametrize("on_node", [True, False])
 @pytest.mark.usefixtures("each_split")
 @on_ranks(2)
-def test_a_hook_that_clears_gradients_is_named(on_node: bool) -> None:
+def test_hook_that_clears_gradients(on_node: bool) -> None:
     """As that of an optimizer that steps inside the backward."""
     model = ddp_compile(small_mlp(), backend="aot_eager", bucket_cap_mb=1e-4)
     for parameter in model.parameters():
@@ -63,12 +58,10 @@ def test_a_hook_that_clears_gradients_is_named(on_node: bool) -> None:
 # Hooks that are registered after the forward, as in a `with clipping():` around the backward.
 
 
-@pytest.mark.parametrize(
-    ("cap_mb", "calls_module"), only([(1e-4, True), (5, False)], itertools.product([1e-4, 5], [True, False]))
-)
+@pytest.mark.parametrize(("cap_mb", "calls_module"), [(1e-4, True), (5, False)])
 @pytest.mark.usefixtures("each_split")
 @on_ranks(2)
-def test_hooks_registered_between_forward_and_backward(cap_mb: float, calls_module: bool) -> None:
+def test_hooks_after_the_forward(cap_mb: float, calls_module: bool) -> None:
     """Without a call of the module, a backward does not start at the module's outputs."""
     models = pair(small_mlp, bucket_cap_mb=cap_mb)
 
@@ -140,7 +133,7 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_parameters_are_those_of_ddp(way: str, split: str, each_split: str) -> None:
+def test_steps_in_the_backward(way: str, split: str, each_split: str) -> None:
     modules = seeded(three_layers), seeded(three_layers)
     replicated = [make_model(module) for make_model, module in zip(WAYS[way], modules, strict=True)]
     optimizers = [torch.optim.SGD(module[4].parameters(), lr=0.1) for module in modules]
@@ -157,7 +150,7 @@ def test_parameters_are_those_of_ddp(way: str, split: str, each_split: str) -> N
         assert largest(map(relative_difference, *(list(module.parameters()) for module in modules))) < 1e-6
 
 
-def test_parameters_of_another_module_are_refused(single_rank_group: None) -> None:
+def test_fused_optim_of_another_module(single_rank_group: None) -> None:
     model: Any = ddp_compile(three_layers(), backend="eager")
     with pytest.raises(ValueError, match="optim_params has parameters that this module does not reduce"):
         model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=nn.Linear(2, 2).parameters())

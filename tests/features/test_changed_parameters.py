@@ -108,7 +108,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_named_at_a_checked_forward(change: str) -> None:
+def test_change_at_a_checked_forward(change: str) -> None:
     model = replicated()
     train(model)
     make, named = CHANGES[change]
@@ -126,7 +126,7 @@ NOTICED_SINCE_2_12 = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dyna
     "change",
     ["add_adapters", *(pytest.param(c, marks=NOTICED_SINCE_2_12) for c in ("convert", "convert_a_part", "unfreeze"))],
 )
-def test_a_change_that_dynamo_sees_is_named_between_two_checked_forwards(change: str) -> None:
+def test_change_that_dynamo_sees(change: str) -> None:
     model = replicated()
     train(model, num_steps=4)  # the next check is due before forward 8
     make, named = CHANGES[change]
@@ -135,10 +135,10 @@ def test_a_change_that_dynamo_sees_is_named_between_two_checked_forwards(change:
         model(torch.randn(2, 4))
 
 
-def test_a_change_that_nothing_sees_is_named_soon() -> None:
+def test_change_that_nothing_sees() -> None:
     model: Any = ddp_compile(WithAdapter(num_breaks=1), backend="eager")
     train(model, num_steps=4)
-    assert model._ddp_compile_state.backend.reports == []
+    assert model.explain().graphs == ()
     add_adapters(model)
     with pytest.raises(ParametersChangedError, match="added: adapter"):
         train(model, num_steps=4)
@@ -168,7 +168,7 @@ def on_tensors_assigned_by_hand(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("call", [on_fakes, on_meta, on_other_parameters, on_tensors_assigned_by_hand])
-def test_a_tensor_swapped_in_for_one_call_is_no_change(call: Change) -> None:
+def test_swapped_tensors(call: Change) -> None:
     for num_before in range(4):  # some of these forwards are checked
         model = replicated()
         train(model, num_before)
@@ -207,7 +207,7 @@ def beside_a_tensor_in_a_place(model: Any) -> Any:
 @pytest.mark.parametrize(
     "call", [through_functional_call, through_an_outer_functional_call, beside_a_tensor_in_a_place]
 )
-def test_a_change_behind_swapped_tensors_is_named(call: Change, change: str, settings: dict[str, Any]) -> None:
+def test_change_with_swapped_tensors(call: Change, change: str, settings: dict[str, Any]) -> None:
     """The places in which other tensors stand in are left out of the check, and no others."""
     model = replicated(**settings)
     model.__dict__["named"] = dict(model.named_parameters())
@@ -219,7 +219,7 @@ def test_a_change_behind_swapped_tensors_is_named(call: Change, change: str, set
             call(model).sum().backward()
 
 
-def test_the_way_out_leads_out() -> None:
+def test_way_out() -> None:
     model = replicated()
     train(model)
     add_adapters(model)
@@ -245,7 +245,7 @@ class Scaled(nn.Module):
     ],
     ids=["parametrized in place", "moved", "frozen and added"],
 )
-def test_a_change_that_leaves_the_reduced_parameters_what_they_are_is_none(change: Change) -> None:
+def test_allowed_changes(change: Change) -> None:
     model = replicated()
     train(model)
     change(model)
@@ -253,7 +253,7 @@ def test_a_change_that_leaves_the_reduced_parameters_what_they_are_is_none(chang
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
-def test_freezing_within_a_step_is_none() -> None:
+def test_frozen_within_a_step() -> None:
     """A discriminator that is frozen while the generator trains through it."""
     model = replicated()
     for step in range(6):
@@ -266,7 +266,7 @@ def test_freezing_within_a_step_is_none() -> None:
         train(model)
 
 
-def test_what_was_frozen_since_is_said_of_missing_gradients() -> None:
+def test_frozen_and_missing() -> None:
     model = replicated()
     train(model)
     model.head.requires_grad_(False)

@@ -138,15 +138,11 @@ def largest(values: Iterable[float]) -> float:
 
 
 def assert_buckets_launched_early(model: Any) -> None:
-    """Cut graphs or handed over inside whole ones, as the model's ``split`` says; ask when it has trained."""
-    state = model._ddp_compile_state
-    reports = [report for report in state.backend.reports if report.num_buckets > 1]
-    assert state.compiler.failures == []
-    assert reports, state.backend.reports
-    if state.config.split == "backward":
-        assert all(report.launches_in_backward for report in reports)
-        assert any(launch.is_early for launch in model.explain().launches) or "must not be called twice" in str(
-            model.explain()
-        )
-    else:
-        assert all(report.num_partitions > 1 for report in reports)
+    """All graphs with several buckets are cut, or hand buckets over inside the backward; ask when it has trained."""
+    explained = model.explain()
+    graphs = [graph for graph in explained.graphs if graph.num_buckets > 1]
+    assert explained.failures == ()
+    assert graphs, explained.graphs
+    assert all(graph.launches_in_backward or len(graph.partitions) > 1 for graph in graphs)
+    if any(graph.launches_in_backward for graph in graphs):
+        assert any(launch.is_early for launch in explained.launches) or "must not be called twice" in str(explained)

@@ -26,7 +26,7 @@ CASES = [(name, way) for name in ("layers", "tied", "broken") for way in ("forwa
     ("name", "way"),
     only([("layers", "forward"), ("layers", "backward"), ("tied", "backward"), ("broken", "backward")], CASES),
 )
-def test_the_command_says_what_training_says(name: str, way: str, ranks: Ranks) -> None:
+def test_explain_as_training(name: str, way: str, ranks: Ranks) -> None:
     trained, _ = map(Explanation.from_json, ranks(2).run(train, name, way, "aot_eager"))
     traced = explain_function(f"explained:{name}", 2, {"split": way, "bucket_cap_mb": CAP_MIB})
     assert traced.plan.digest == trained.plan.digest
@@ -62,9 +62,7 @@ def test_the_command_says_what_training_says(name: str, way: str, ranks: Ranks) 
         ("explained.layers", ["function 'explained.layers' is not known; pass your own module:function"]),
     ],
 )
-def test_what_is_wrong_is_said_in_a_few_lines(
-    function: str, says: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_functions_that_fail(function: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", function]) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("explain: ") and "Traceback" not in error and len(error.splitlines()) <= 3
@@ -73,7 +71,7 @@ def test_what_is_wrong_is_said_in_a_few_lines(
     assert not dist.is_initialized()
 
 
-def test_options_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, says in [
         (["--world-size", "0"], "--world-size 0 must be at least 1"),
         (["--json", str(tmp_path / "no" / "folder.json")], "no folder"),
@@ -84,12 +82,12 @@ def test_options_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert says in capsys.readouterr().err
 
 
-def test_a_process_group_of_the_caller_is_refused(single_rank_group: None) -> None:
+def test_group_of_the_caller(single_rank_group: None) -> None:
     with pytest.raises(ValueError, match="there is a process group already"):
         explain_function("explained:layers", 2, {})
 
 
-def test_parameters_take_no_memory_and_those_made_on_import_are_replaced() -> None:
+def test_parameters_take_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     explanation = explain_function("explained:large", 256, {})
     assert explanation.plan.num_bytes > 2**39 and explanation.world_size == 256
@@ -99,7 +97,7 @@ def test_parameters_take_no_memory_and_those_made_on_import_are_replaced() -> No
 
 
 @pytest.mark.long  # another process imports torch again
-def test_the_command_runs_without_ranks(tmp_path: Path) -> None:
+def test_explain_from_a_shell(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ddp_compile", "explain", "explained:layers", "--json", str(tmp_path / "e.json")]
     done = subprocess.run(command, cwd=Path(explained.__file__).parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

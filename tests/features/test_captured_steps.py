@@ -38,7 +38,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return model(torch.randn(2, 4)).sum()
 
 
-def test_a_captured_forward_is_refused_and_one_without_gradients_is_not(capture: SimpleNamespace) -> None:
+def test_captured_forward(capture: SimpleNamespace) -> None:
     model = small_model()
     capture.is_on = True
     said = r"^rank 0: a forward of a replicated module with gradients was called while work for cpu is being captured"
@@ -53,9 +53,7 @@ def test_a_captured_forward_is_refused_and_one_without_gradients_is_not(capture:
 
 
 @pytest.mark.parametrize("num_steps_before", [0, 1])
-def test_a_captured_backward_is_refused_before_anything_is_sent(
-    num_steps_before: int, capture: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_backward(num_steps_before: int, capture: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     # A comm hook lets a single rank send as several do.
     model.register_comm_hook(None, torch.distributed.BuiltinCommHookType.ALLREDUCE)
@@ -80,9 +78,7 @@ def test_a_captured_backward_is_refused_before_anything_is_sent(
         (GradientAllReduce(), False, ""),
     ],
 )
-def test_a_captured_step_is_refused_if_it_communicates(
-    algorithm: AlgorithmConfig, shards: bool, said: str, capture: SimpleNamespace
-) -> None:
+def test_captured_optimizer_step(algorithm: AlgorithmConfig, shards: bool, said: str, capture: SimpleNamespace) -> None:
     model: Any = ddp_compile(nn.Linear(4, 4), backend="eager", algorithm=algorithm)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer = shard_optimizer(optimizer, model) if shards else optimizer
@@ -98,7 +94,7 @@ def test_a_captured_step_is_refused_if_it_communicates(
     assert not torch.equal(model.weight, before)
 
 
-def test_the_device_is_asked_if_it_can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "backend", type(streams.backend)())
     assert not streams.has_streams(torch.device("xla"))  # torch has no module of that name
     modules = {

@@ -46,7 +46,7 @@ class Task(nn.Module):
         return self.head(self.body(x))
 
 
-def test_a_second_module_with_the_same_parameters_is_refused_by_their_names() -> None:
+def test_shared_parameters() -> None:
     head = nn.Linear(4, 4)
     first, second = replicated(Task(head)), nn.Sequential(nn.Linear(4, 4), head)
     said = r"rank 0: .*: 1\.weight is head\.weight of a Task, 1\.bias is head\.bias of a Task\. .*once on a module"
@@ -56,14 +56,14 @@ def test_a_second_module_with_the_same_parameters_is_refused_by_their_names() ->
     backward(first)
 
 
-def test_a_submodule_of_a_replicated_module_is_refused() -> None:
+def test_submodule_of_a_replicated_module() -> None:
     outer = replicated(Task(nn.Linear(4, 4)))
     with pytest.raises(ReplicationError, match=r"weight is head\.weight of a Task"):
         replicated(outer.head)
 
 
 @pytest.mark.parametrize("ignored", [True, False], ids=["ignored", "frozen"])
-def test_what_only_one_of_two_modules_reduces_may_be_shared(ignored: bool) -> None:
+def test_parameters_of_one_module(ignored: bool) -> None:
     head = nn.Linear(4, 4).requires_grad_(ignored)
     models = [replicated(Task(head)), replicated(Task(head), parameters_to_ignore=["head.weight", "head.bias"])]
     for model in models:
@@ -71,7 +71,7 @@ def test_what_only_one_of_two_modules_reduces_may_be_shared(ignored: bool) -> No
 
 
 @pytest.mark.parametrize("end", [list.clear, lambda models: models[0].unwrap()], ids=["let go", "unwrapped"])
-def test_parameters_are_free_again_when_their_module_is(end: Callable[[list[Any]], Any]) -> None:
+def test_parameters_are_free_again(end: Callable[[list[Any]], Any]) -> None:
     head = nn.Linear(4, 4)
     models = [replicated(Task(head))]
     backward(models[0])
@@ -83,7 +83,7 @@ def test_parameters_are_free_again_when_their_module_is(end: Callable[[list[Any]
         gc.enable()
 
 
-def test_a_module_that_could_not_be_replicated_holds_nothing() -> None:
+def test_refused_module_is_freed() -> None:
     head = nn.Linear(4, 4)
     kept = replicated(Task(head))
     refused = Task(head)
@@ -128,7 +128,7 @@ WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
-def test_a_wrapper_around_a_replicated_module_is_refused_at_the_first_forward(wrapper: str, grad: bool) -> None:
+def test_wrapper_around_a_replicated_module(wrapper: str, grad: bool) -> None:
     wrap, said = WRAPPERS[wrapper]
     model = wrap(replicated())
     said = f"rank 0: .*{re.escape(said)}.*accelerator.prepare.*DDPCompileStrategy"
@@ -148,7 +148,7 @@ def python_reducer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_wrapper_with_dynamos_python_reducer_is_refused_as_well(compiled: bool, python_reducer: None) -> None:
+def test_python_reducer(compiled: bool, python_reducer: None) -> None:
     model: Any = DistributedDataParallel(replicated())
     assert model._use_python_reducer and torch_internals.active_ddp() is None
     with pytest.raises(ReplicationError, match="called by a DistributedDataParallel"):
@@ -167,7 +167,7 @@ class Distilled(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, lambda m: fully_shard(m, mesh=mesh())])
-def test_a_wrapped_module_may_call_a_replicated_one_that_it_does_not_hold(
+def test_wrapped_caller(
     wrap: Callable[[nn.Module], nn.Module],
 ) -> None:
     teacher = replicated()
@@ -177,20 +177,20 @@ def test_a_wrapped_module_may_call_a_replicated_one_that_it_does_not_hold(
     assert teacher[0].weight.grad is not None
 
 
-def test_ddp_may_hold_a_replicated_module_that_it_ignores() -> None:
+def test_ignored_by_ddp() -> None:
     parent = nn.Sequential(nn.Linear(4, 4), replicated())
     names = [name for name, _ in parent.named_parameters() if name.startswith("1.")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(parent, names)
     backward(DistributedDataParallel(parent))
 
 
-def test_a_copy_for_each_device_of_dataparallel_is_refused() -> None:
+def test_dataparallel_copies() -> None:
     with pytest.raises(ReplicationError, match=r"DataParallel cannot copy .* torchrun"):
         replicated()._replicate_for_data_parallel()
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_module_that_is_wrapped_already_is_refused(wrapper: str) -> None:
+def test_wrapped_already(wrapper: str) -> None:
     wrap, _ = WRAPPERS[wrapper]
     with pytest.raises(ReplicationError, match=r"the module is an? "):
         replicated(wrap(two_layers()))

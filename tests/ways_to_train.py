@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from beside import Step, beside_plain, one_backward, pair, train_beside
-from models import Mlp, largest, loss_of, needs_ddp_to_keep_buffers
+from models import Mlp, largest, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,16 +56,8 @@ def halve_data(gradient: Tensor) -> None:
     gradient.data.div_(2)  # which shows neither in the address nor in the version
 
 
-def only_look(gradient: Tensor) -> None:
-    """As logging does."""
-
-
 def halve_after_accumulation(parameter: Tensor) -> None:
     parameter.register_post_accumulate_grad_hook(lambda p: halve(p.grad))
-
-
-def halve_before_accumulation(parameter: Tensor) -> None:
-    node_of(parameter).register_prehook(lambda gradients: halve(gradients[0]))
 
 
 def node_of(parameter: Any) -> Any:
@@ -162,21 +153,6 @@ def changed_in_between(change: Callable[[Tensor], object], stride: int = 1) -> S
     return step
 
 
-def forward_that_nobody_uses(model: Any, x: Tensor, step: int) -> None:
-    model(3 * x)
-    one_backward(model, x)
-
-
-def forward_beside(model: Any, x: Tensor, step: int) -> None:
-    """Rank 0 does another forward, and rank 1 adds to the loss."""
-    if dist.get_rank() == 0:
-        with model.no_sync():  # outside, it would be one that the ranks miss
-            model(3 * x)
-        one_backward(model, x)
-    else:
-        regulariser_built_before(model, x, step)
-
-
 def forward_inside_no_sync(model: Any, x: Tensor, step: int) -> None:
     output = model(x)
     with model.no_sync():
@@ -187,12 +163,6 @@ def forward_inside_no_sync(model: Any, x: Tensor, step: int) -> None:
 def graph_kept(model: Any, x: Tensor, step: int) -> None:
     loss = loss_of(model(x))
     loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def gradients_asked_for(model: Any, x: Tensor, step: int) -> None:
-    loss = loss_of(model(x))
-    torch.autograd.grad(loss, inner_weight(model), retain_graph=True)
     loss.backward()
 
 
@@ -238,20 +208,6 @@ class TwoOutputs(Mlp):
 class UsedTwice(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.tanh(self.layers[0](super().forward(x))))
-
-
-class FrameUsedTwice(Mlp):
-    """One compiled frame that the model calls twice, so that its graph computes each bucket twice in a backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        x = self.body(x)
-        torch._dynamo.graph_break()
-        return self.body(x)
-
-    def body(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return super().forward(x)
 
 
 class Tied(Mlp):
@@ -348,71 +304,47 @@ TWICE = 6
 BESIDE_PLAIN = {"is_ddps": False, "tolerance": 1e-6}
 WAYS = {
     "plain": Way(),
-    "regulariser_built_after": Way(regulariser_built_after, ONE_WAITS),
     "regulariser_built_before": Way(regulariser_built_before, ONE_WAITS),
     "regulariser_first": Way(regulariser_first),
     "regulariser_last": Way(regulariser_last),
-    "regulariser_first_on_one_rank": Way(only_then(regulariser_first, ranks=[1])),
     "contributor_on_one_rank": Way(only_then(regulariser_built_after, 0, [1]), ONE_WAITS),
     "contributor_that_appears": Way(only_then(regulariser_built_before), ONE_WAITS),
     "contributor_that_appears_on_one_rank": Way(only_then(regulariser_built_before, ranks=[1]), ONE_WAITS),
-    "contributor_on_one_rank_and_a_forward_on_the_other": Way(only_then(forward_beside), ONE_WAITS),
     "sparse_regulariser": Way(only_then(sparse_regulariser), 1, lambda: Table(33), **BESIDE_PLAIN),
     "two_forwards": Way(two_forwards, 0),
-    "two_forwards_later": Way(only_then(two_forwards), 0),
     # A bias before BatchNorm has a gradient of zero but for rounding, which regrouping changes.
     "two_forwards_with_batch_norm": Way(two_forwards, 0, with_batch_norm, tolerance=1e-5),
     "two_forwards_and_backwards": Way(two_forwards_and_backwards, TWICE, **BESIDE_PLAIN),
-    "forward_that_nobody_uses": Way(forward_that_nobody_uses),
     "forward_inside_no_sync": Way(forward_inside_no_sync),
     "accumulate": Way(accumulate(), 9),
     "accumulate_in_no_sync": Way(accumulate("no_sync")),
     "accumulate_by_attribute": Way(accumulate("attribute")),
     "accumulate_any_number": Way(accumulate("no_sync", (1, 2, 5, 1, 9))),
-    "accumulate_and_regularise": Way(before(only_then(regulariser_built_before), True), ONE_WAITS),
-    "average_and_regularise": Way(before(only_then(regulariser_built_before), False), 4),
     "gradients_detached_in_between": Way(changed_in_between(lambda p: p.grad.detach_().mul_(0.5)), TWICE),
     "gradients_replaced_in_between": Way(changed_in_between(lambda p: setattr(p, "grad", 0.5 * p.grad)), TWICE),
     # A bucket finds some of its gradients gone and others where they were.
     "gradients_freed_in_between": Way(changed_in_between(lambda p: setattr(p, "grad", None), stride=2), TWICE),
     "gradients_zeroed_in_between": Way(changed_in_between(lambda p: p.grad.zero_()), TWICE),
-    "tensor_hook": Way(with_hook(lambda p: p.register_hook(lambda gradient: gradient / 2)), ONE_WAITS),
-    "tensor_hook_in_place": Way(with_hook(lambda p: p.register_hook(halve)), ONE_WAITS),
     "tensor_hook_on_data_on_one_rank": Way(with_hook(lambda p: p.register_hook(halve_data), ranks=[1]), ONE_WAITS),
-    "hook_on_one_rank": Way(with_hook(lambda p: p.register_hook(only_look), ranks=[0]), ONE_WAITS),
-    "hook_after_accumulation": Way(with_hook(halve_after_accumulation), ONE_WAITS),
-    "hook_before_accumulation": Way(with_hook(halve_before_accumulation), ONE_WAITS),
     # For DistributedDataParallel's mean a hook after the node that comes after the wrapping is too late.
     "hook_after_the_node": Way(with_hook(shrink_after_the_node), ONE_WAITS, **BESIDE_PLAIN),
-    "hook_after_the_node_from_the_beginning": Way(with_hook(shrink_after_the_node, 0), ONE_WAITS, **BESIDE_PLAIN),
-    "hook_before_the_node_on_data": Way(with_hook(shrink_data_before_the_node), ONE_WAITS, **BESIDE_PLAIN),
     "hook_before_the_node_on_data_on_one_rank": Way(
         with_hook(shrink_data_before_the_node, ranks=[1]), ONE_WAITS, **BESIDE_PLAIN
     ),
     "hook_while_accumulating": Way(before(with_hook(halve_after_accumulation), True), ONE_WAITS),
     "hooks_on_all_parameters_twice": Way(clamp_more_and_more, 0),
     "graph_kept": Way(graph_kept, TWICE, **BESIDE_PLAIN),
-    "gradients_asked_for": Way(gradients_asked_for, **BESIDE_PLAIN),
     "losses_one_by_one": Way(losses_one_by_one, TWICE, lambda: TwoOutputs(33, 4), **BESIDE_PLAIN),
     "under_autocast": Way(under_autocast),
     "backward_in_inference_mode": Way(backward_in_inference_mode, 0),
     "unscaled_and_clipped": Way(unscaled_and_clipped),
     "module_used_twice": Way(make=lambda: UsedTwice(33, 4)),
-    "frame_used_twice": Way(num_early=0, make=lambda: FrameUsedTwice(33, 4)),
     "tied_weights": Way(num_early=ONE_WAITS, make=lambda: Tied(33, 4)),
     "shared_gradients": Way(num_early=1, make=lambda: Shared(33)),
-    "convolutions": Way(make=lambda: Convolutions(torch.contiguous_format)),
     "channels_last": Way(make=lambda: Convolutions(torch.channels_last)),
     "checkpoints": Way(make=lambda: Checkpoints(use_reentrant=False)),
     "reentrant_checkpoints": Way(num_early=0, make=lambda: Checkpoints(use_reentrant=True)),
 }
-
-
-def ways(in_ci: Container[str], names: Iterable[str] = WAYS) -> list[Any]:
-    """For `pytest.mark.parametrize`: these `WAYS`, marked ``long`` but for those ``in_ci``."""
-    of_torch = {"two_forwards_with_batch_norm": [needs_ddp_to_keep_buffers]}
-    marks = {name: [*of_torch.get(name, []), *([] if name in in_ci else [pytest.mark.long])] for name in names}
-    return [pytest.param(name, marks=marks[name]) for name in names]
 
 
 class Trained(NamedTuple):
@@ -468,5 +400,5 @@ def train(
                 model.finalize_backward()
 
     worst = largest(train_beside(models, counted, NUM_STEPS, width=33, rows=6, set_to_none=set_to_none, lr=0.1))
-    assert ours._ddp_compile_state.compiler.failures == []
+    assert ours.explain().failures == ()
     return Trained(worst, tuple(num_early))
