@@ -56,6 +56,10 @@ def halve_data(gradient: Tensor) -> None:
     gradient.data.div_(2)  # which shows neither in the address nor in the version
 
 
+def only_look(gradient: Tensor) -> None:
+    """As logging does."""
+
+
 def halve_after_accumulation(parameter: Tensor) -> None:
     parameter.register_post_accumulate_grad_hook(lambda p: halve(p.grad))
 
@@ -326,6 +330,7 @@ WAYS = {
     "gradients_freed_in_between": Way(changed_in_between(lambda p: setattr(p, "grad", None), stride=2), TWICE),
     "gradients_zeroed_in_between": Way(changed_in_between(lambda p: p.grad.zero_()), TWICE),
     "tensor_hook_on_data_on_one_rank": Way(with_hook(lambda p: p.register_hook(halve_data), ranks=[1]), ONE_WAITS),
+    "hook_on_one_rank": Way(with_hook(lambda p: p.register_hook(only_look), ranks=[0]), ONE_WAITS),
     # For DistributedDataParallel's mean a hook after the node that comes after the wrapping is too late.
     "hook_after_the_node": Way(with_hook(shrink_after_the_node), ONE_WAITS, **BESIDE_PLAIN),
     "hook_before_the_node_on_data_on_one_rank": Way(
