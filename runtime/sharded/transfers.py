@@ -49,8 +49,8 @@ def _reduction(works: Sequence[dist.Work], parts: Sequence[Tensor], flat: Tensor
     return Transfer(works, then=partial(_add_up, parts, flat))
 
 
-def _add_up(parts: Sequence[Tensor], _flat: Tensor, _values: object) -> list[Tensor]:
-    streams.used_here(parts)  # allocated where the bucket was launched
+def _add_up(parts: Sequence[Tensor], flat: Tensor, _values: object) -> list[Tensor]:
+    streams.used_here([*parts, flat])  # allocated where the bucket was launched, and not held after this
     total, *others = parts
     if others:
         total = total.add(others[0])  # not in place: it may lie in the flat buffer, which can be sent again
