@@ -50,7 +50,6 @@ class Normalizer:
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, monitor: DesyncMonitor) -> None:
-        self.is_used = False  #: whether this rank has ever counted
         self._is_agreed = False  # whether every iteration has the message; the same on every rank
         self._group, self._device, self._monitor = process_group, device, monitor
         self._has_streams = streams.has_streams(device)
@@ -70,8 +69,8 @@ class Normalizer:
         self._message: Tensor | None = None  # sent
         self._work: dist.Work | None = None
         self._factor: float | Tensor | None = None
-        self._at = streams.record(self._device)  # when the message was made or, without a work, has come
-        self._factor_is_ready = self._at
+        self._at: streams.Event | None = None  # when the message was made or, without a work, has come
+        self._factor_is_ready: streams.Event | None = None
 
     # The user counts.
 
@@ -97,7 +96,7 @@ class Normalizer:
         if is_sealed and not self._is_agreed:
             self._monitor.agree_on_normalizing()
             self._is_agreed = True
-        self.is_used = self._is_counted = True
+        self._is_counted = True
         self._counts.append(count)
         self._losses += [] if loss is None else [loss]
         if is_last and is_sealed:
@@ -217,7 +216,7 @@ class Normalizer:
             self._receive(records)
             self._factor = self._computed_factor(divisor)
             self._factor_is_ready = streams.record(self._device)
-        elif isinstance(self._factor, Tensor):
+        elif isinstance(self._factor, Tensor) and self._factor_is_ready is not None:
             self._factor_is_ready.wait()
             streams.used_here([self._factor])
         return self._factor * num_averaged
@@ -289,7 +288,7 @@ class Normalizer:
         return torch.full((), part, dtype=torch.float64, device=self._device)
 
     def _receive(self, records: NoRecords) -> None:
-        assert self._message is not None
+        assert self._message is not None and self._at is not None
         if self._work is None:
             self._at.wait()
         else:

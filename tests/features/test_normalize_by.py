@@ -66,6 +66,7 @@ class Way(NamedTuple):
     num_micro: int = 1
     then: Callable[[Any], object] = lambda model: None
     sharded: bool = False
+    loss_scale: float = 1.0  #: of a GradScaler
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-12
 
@@ -86,6 +87,7 @@ WAYS = {
     "float16 wire": Way({"algorithm": GradientAllReduce(wire_dtype=torch.float16)}, tolerance=1e-3),
     "byte_grad": Way({"algorithm": ByteGrad()}, dtype=torch.float32, tolerance=1e-2),
     "sharded": Way(num_micro=2, sharded=True),
+    "grad_scaler": Way(num_micro=2, loss_scale=1024.0),
 }
 
 
@@ -107,6 +109,7 @@ def train(way: Way, steps: int = STEPS) -> Trained:
     if way.sharded:
         shard_optimizer(optimizer, model)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+    scaler = torch.amp.GradScaler("cpu", init_scale=way.loss_scale, enabled=way.loss_scale != 1.0)
     losses = []
     for step in range(steps):
         for micro in range(way.num_micro):
@@ -116,10 +119,11 @@ def train(way: Way, steps: int = STEPS) -> Trained:
                 loss = summed(model(tokens), mask)
                 count = mask.sum()
                 model.normalize_by(count if step % 2 else int(count), loss=loss)
-                loss.backward()
+                scaler.scale(loss).backward()
         if model.require_manual_backward_finalization:
             model.finalize_backward()
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         everything = [batch(step, micro, r) for micro in range(way.num_micro) for r in range(world)]
         total = sum(int(mask.sum()) for _, mask in everything)
