@@ -13,6 +13,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -62,7 +63,7 @@ class DeviceRanks:
 
     def close(self) -> None:
         for pid in self._pids:
-            os.kill(pid, signal.SIGKILL)
+            _signal(pid, signal.SIGKILL)
         if self._connections:
             self._original.join()  # which waits for the ranks
         self._connections, self._pids = [], []
@@ -82,12 +83,17 @@ class DeviceRanks:
     def _receive(self, connection: Connection) -> Any:
         if not connection.poll(CALL_TIMEOUT_S):
             for pid in self._pids:
-                os.kill(pid, signal.SIGUSR1)  # where its threads are goes to stderr
+                _signal(pid, signal.SIGUSR1)  # where its threads are goes to stderr
             return RankFailure("TimeoutError", "", f"no answer within {CALL_TIMEOUT_S} s")
         try:
             return connection.recv()
         except (EOFError, ConnectionError):
             return RankFailure("EOFError", "", "the rank's process ended")
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.kill(pid, number)
 
 
 def _copy(connections: list[Connection], has_stream_interface: bool) -> None:
@@ -135,4 +141,6 @@ def _call(rank: int, function: Any, args: Any, store: str) -> Any:
     except BaseException as error:
         return RankFailure(type(error).__name__, str(error), traceback.format_exc())
     finally:
+        for index in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(index)  # work that fails is the function's
         dist.destroy_process_group()

@@ -24,7 +24,7 @@ NOTICED = {
         Site("wait", CHAIN, "_Chain.wait"),
         Site("wait for work", CHAIN, "_Chain.go_on"),
     ],
-    "decentralized": [Site("wait for work", "runtime/algorithms/decentralized.py", "DecentralizedAlgorithm._finish")],
+    "local SGD": [Site("wait for work", "runtime/algorithms/flat_parameters.py", "average_over")],
     "forward split": [Site("wait for work", "runtime/buckets/bucket.py", "Bucket.wait")],
 }
 PLACEMENT = "side stream"

@@ -163,6 +163,25 @@ def accumulating(stage: Stage) -> None:
     stage.end(model)
 
 
+def normalized(stage: Stage, of_shards: bool = False) -> None:
+    """Two micro-batches, counted on the caller's stream, and the mean loss."""
+    model = replicated(stage)
+    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    optimizer = shard_optimizer(optimizer, model) if of_shards else optimizer
+    for roles in stage.steps(3):
+        with stage.on(roles.caller):
+            optimizer.zero_grad()
+            for is_last in (False, True):
+                with nullcontext() if is_last else model.no_sync():
+                    loss = stage.forward(model, batch(), roles)
+                    model.normalize_by(torch.full((), 4.0), loss=loss)
+                    stage.backward(loss, roles)
+            model.mean_loss.clone()
+            optimizer.step()
+            stage.use_memory()
+    stage.end(model)
+
+
 def late_gradients(stage: Stage) -> None:
     """From some step on a parameter gets a second gradient after its bucket was launched, which is sent again."""
     model = replicated(stage)
@@ -323,6 +342,25 @@ def sharded_whole(stage: Stage, **settings: Any) -> None:
     stage.end(model)
 
 
+def sharded_moved(stage: Stage) -> None:
+    """Between two steps, parameters are given memory that another stream has allocated."""
+    model = replicated(stage)
+    optimizer = shard_optimizer(adam(model), model)
+    batch = plain_batches(4, WIDTH)
+    for roles in stage.steps(2):
+        with stage.on(roles.caller):
+            stage.backward(stage.forward(model, batch(), roles), roles)
+            with stage.on("other"):
+                stage.wait_for(roles.caller)
+                for parameter in model.parameters():
+                    parameter.data = parameter.detach().clone()
+            stage.wait_for("other")
+            optimizer.step()
+            optimizer.zero_grad()
+            stage.use_memory()
+    stage.end(model)
+
+
 def diloco_saved(stage: Stage) -> None:
     """States are saved on another stream between a message and the step that applies it, on which the message ends."""
     model = replicated(stage, algorithm=DiLoCo(sync_every=3, fragments=1, fragment_sync_delay=2))
@@ -371,6 +409,8 @@ _ON_NCCL: dict[str, Program] = {
     "static graph": partial(train, static_graph=True),
     "unused parameters": alternating_unused,
     "accumulation": accumulating,
+    "normalized": normalized,
+    "normalized, sharded": partial(normalized, of_shards=True),
     "late gradients": late_gradients,
     "delayed all-reduce": delayed,
     "join": joined,
@@ -400,12 +440,21 @@ _ON_NCCL: dict[str, Program] = {
     "sharded": sharded,
     "sharded, graph break": partial(sharded, ending="break"),
     "sharded, forward split": partial(sharded, split="forward"),
+    "sharded, moved parameters": sharded_moved,
     "sharded, whole parameters": sharded_whole,
     "sharded, whole parameters, forward split": partial(sharded_whole, split="forward"),
 }
 
 #: With groups whose ``wait()`` blocks the host.
-_ON_GLOO = ("backward split", "eager end", "bf16 hook", "ByteGrad, eager end", "hierarchical, two nodes", "sharded")
+_ON_GLOO = (
+    "backward split",
+    "normalized",
+    "eager end",
+    "bf16 hook",
+    "ByteGrad, eager end",
+    "hierarchical, two nodes",
+    "sharded",
+)
 PROGRAMS = _ON_NCCL | {f"{name}, blocking": Blocking(_ON_NCCL[name]) for name in _ON_GLOO}
 
 #: In which the host must not wait for the device.

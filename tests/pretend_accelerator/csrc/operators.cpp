@@ -103,8 +103,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   // The task must own no memory of the device; and a host tensor that is converted has to be there until then.
   const bool is_plain = source.is_contiguous() && target.is_contiguous() && source.dtype() == target.dtype();
   if (is_on_device || (non_blocking && is_plain && (self.is_cpu() || to.is_cpu()))) {
-    enqueue(current_stream(device.index()), [source, target] {
+    enqueue(current_stream(device.index()), [source, target, is_inference = c10::InferenceMode::is_enabled()] {
       pause();
+      c10::InferenceMode mode(is_inference);
       copy_on_cpu(source, target);
     });
     return to;
@@ -179,14 +180,12 @@ bool can_be_queued(const OperatorHandle& op, const Arguments& arguments) {
   return true;
 }
 
-// A copy of a wrapped Python number is one too, so that no dtype is promoted for it.
-at::Tensor keep_wrapped(const at::Tensor& original, const at::Tensor& copy) {
-  copy.unsafeGetTensorImpl()->set_wrapped_number(original.unsafeGetTensorImpl()->is_wrapped_number());
-  return copy;
-}
+// A Python number that an operator has taken as a tensor. It stays one, so that no dtype is promoted for it.
+bool is_number(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_wrapped_number(); }
 
 at::Tensor on_meta(const at::Tensor& tensor) {
-  return keep_wrapped(tensor, at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta)));
+  if (is_number(tensor)) return tensor;
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
 // What an operator returns: arguments that it writes, and new tensors, whose shapes a run on meta tensors tells.
@@ -224,14 +223,18 @@ std::vector<c10::IValue> make_results(const OperatorHandle& op, const Arguments&
 void queue(const OperatorHandle& op, const Arguments& arguments, const std::vector<c10::IValue>& results) {
   auto view = [](const at::Tensor& tensor) -> at::Tensor {
     if (tensor.is_privateuseone()) return cpu_view(tensor);
-    // Numbers are given to a kernel by value.
-    return tensor.dim() == 0 ? keep_wrapped(tensor, tensor.clone()) : tensor;
+    if (tensor.dim() != 0) return tensor;
+    auto by_value = tensor.clone();  // as a kernel gets it
+    if (is_number(tensor)) by_value.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return by_value;
   };
   std::vector<c10::IValue> targets;
   for (size_t i = 0; i < results.size(); ++i)
     targets.push_back(writes(op.schema().returns()[i]) ? c10::IValue() : with_tensors(results[i], view));
-  enqueue(current_stream(*arguments.devices.begin()), [op, targets, stack = arguments.changed(view)]() mutable {
+  enqueue(current_stream(*arguments.devices.begin()), [op, targets, stack = arguments.changed(view),
+                                                       is_inference = c10::InferenceMode::is_enabled()]() mutable {
     pause();
+    c10::InferenceMode mode(is_inference);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     op.callBoxed(&stack);
     for (size_t i = 0; i < targets.size(); ++i) {
@@ -244,6 +247,7 @@ void queue(const OperatorHandle& op, const Arguments& arguments, const std::vect
 }
 
 void run_now(const OperatorHandle& op, Stack* stack, const Arguments& arguments) {
+  ++num_host_waits;
   for (auto device : arguments.devices) drain(current_stream(device));
   const bool was_in_fallback = std::exchange(is_in_fallback, true);
   try {
