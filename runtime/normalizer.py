@@ -69,7 +69,6 @@ class Normalizer:
         self._message: Tensor | None = None  # sent
         self._work: dist.Work | None = None
         self._factor: float | Tensor | None = None
-        self._at: streams.Event | None = None  # when the message was made or, without a work, has come
         self._factor_is_ready: streams.Event | None = None
 
     # The user counts.
@@ -112,6 +111,7 @@ class Normalizer:
                 "model.mean_loss is not known: pass the summed loss of each micro-batch, on every rank,"
                 " model.normalize_by(count, loss=loss), and read it after the last one of a step"
             )
+        streams.used_here([self._totals])  # the user may read it on a stream of its own
         is_known = (self._totals[_NUM_LOSSES] == self._totals[_NUM_CALLS]) & (self._totals[_COUNT] > 0)
         return torch.where(is_known, self._totals[_LOSS] / self._totals[_COUNT], torch.nan)
 
@@ -216,9 +216,8 @@ class Normalizer:
             self._receive(records)
             self._factor = self._computed_factor(divisor)
             self._factor_is_ready = streams.record(self._device)
-        elif isinstance(self._factor, Tensor) and self._factor_is_ready is not None:
+        elif self._factor_is_ready is not None:
             self._factor_is_ready.wait()
-            streams.used_here([self._factor])
         return self._factor * num_averaged
 
     def normalize_alone(self, parameters: Sequence[Parameter], records: NoRecords) -> None:
@@ -277,7 +276,7 @@ class Normalizer:
             message[_NUM_WRONG] += ~(message[_COUNT] >= 0)  # NaN too
         else:
             message = torch.tensor([float(part) for part in parts], dtype=torch.float64, device=self._device)
-        self._message, self._at = message, streams.record(self._device)
+        self._message = message
         if self._group.size() > 1:
             with self._exchange(NoRecords()):
                 self._work = all_reduce(message, self._group)
@@ -288,15 +287,10 @@ class Normalizer:
         return torch.full((), part, dtype=torch.float64, device=self._device)
 
     def _receive(self, records: NoRecords) -> None:
-        assert self._message is not None and self._at is not None
-        if self._work is None:
-            self._at.wait()
-        else:
+        if self._work is not None:
             with self._exchange(records):
                 self._work.wait()
-            self._work, self._at = None, streams.record(self._device)
         self._totals, self._had_losses = self._message, bool(self._losses)
-        streams.used_here([self._totals])
 
     def _exchange(self, records: NoRecords) -> Exchange:
         failed: Any = partial(error_messages.reduction_failed, "the counts of model.normalize_by()")

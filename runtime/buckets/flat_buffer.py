@@ -109,7 +109,7 @@ class FlatBuffer:
                 raise
             gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
             stats = plan.flatten(gradients, scale, with_stats=asks_kernel)
-        streams.launched("flatten", gradients, plan.views)
+        streams.launched("flatten", [*gradients, *([scale] if isinstance(scale, Tensor) else [])], plan.views)
         if not checks_finite or (stats is not None and not stats.non_finite):
             return None
         return non_finite_flags(plan.views)

@@ -96,8 +96,8 @@ class ShardedBucket:
             first = self.parameters[0]
             self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
             self._layout = FlattenPlan.for_bucket(self.parameters, self.flat[:numel], self._offsets)
-            self._layout.flatten(self.parameters, 1.0)
             for parameter, place in zip(self.parameters, self._layout.views, strict=True):
+                place.copy_(parameter)
                 parameter.data = with_own_storage(place)
             self._addresses = [parameter.data_ptr() for parameter in self.parameters]
             is_low = first.dtype in (torch.bfloat16, torch.float16)

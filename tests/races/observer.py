@@ -43,6 +43,10 @@ _HOST_WAITS = {
 }
 
 
+#: Where kernels of the CPU are started.
+_KERNELS = "kernels/native/"
+
+
 class Observer(TorchDispatchMode):
     """To be entered in each thread."""
 
@@ -67,6 +71,8 @@ class Observer(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         streams, name = self._streams, func._schema.name
+        if name == "aten::_local_scalar_dense" and any(_KERNELS in call for call in Stack.here().ours()[:1]):
+            return  # read by a kernel, which is reported on its own
         stream = streams.current()
         results = list(_tensors_in(result))
         streams.detector.allocated(results, stream)

@@ -148,9 +148,9 @@ def with_buffer_hook(stage: Stage) -> None:
     stage.end(model)
 
 
-def accumulating(stage: Stage) -> None:
+def accumulating(stage: Stage, **settings: Any) -> None:
     """Two micro-batches, of which the second is reduced; and gradients that stay and are zeroed in place."""
-    model = replicated(stage)
+    model = replicated(stage, **settings)
     optimizer, batch = adam(model), plain_batches(4, WIDTH)
     for roles in stage.steps(2):
         with stage.on(roles.caller):
@@ -163,9 +163,9 @@ def accumulating(stage: Stage) -> None:
     stage.end(model)
 
 
-def normalized(stage: Stage, of_shards: bool = False) -> None:
-    """Two micro-batches, counted on the caller's stream, and the mean loss."""
-    model = replicated(stage)
+def normalized(stage: Stage, of_shards: bool = False, **settings: Any) -> None:
+    """Two micro-batches, counted on the caller's stream; another stream reads the mean loss."""
+    model = replicated(stage, nn.Sequential(Block(), Block()), **settings)  # no bucket has gradients of two streams
     optimizer, batch = adam(model), plain_batches(4, WIDTH)
     optimizer = shard_optimizer(optimizer, model) if of_shards else optimizer
     for roles in stage.steps(3):
@@ -176,7 +176,9 @@ def normalized(stage: Stage, of_shards: bool = False) -> None:
                     loss = stage.forward(model, batch(), roles)
                     model.normalize_by(torch.full((), 4.0), loss=loss)
                     stage.backward(loss, roles)
-            model.mean_loss.clone()
+            with stage.on("other"):
+                stage.wait_for(roles.caller)
+                model.mean_loss.clone()
             optimizer.step()
             stage.use_memory()
     stage.end(model)
@@ -351,6 +353,7 @@ def sharded_moved(stage: Stage) -> None:
         with stage.on(roles.caller):
             stage.backward(stage.forward(model, batch(), roles), roles)
             with stage.on("other"):
+                stage.use_memory()  # of what the first backward has moved
                 stage.wait_for(roles.caller)
                 for parameter in model.parameters():
                     parameter.data = parameter.detach().clone()
@@ -409,7 +412,9 @@ _ON_NCCL: dict[str, Program] = {
     "static graph": partial(train, static_graph=True),
     "unused parameters": alternating_unused,
     "accumulation": accumulating,
+    "accumulation, forward split": partial(accumulating, split="forward"),
     "normalized": normalized,
+    "normalized, forward split": partial(normalized, split="forward"),
     "normalized, sharded": partial(normalized, of_shards=True),
     "late gradients": late_gradients,
     "delayed all-reduce": delayed,
