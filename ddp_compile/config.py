@@ -29,7 +29,7 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "dim": "drop dim: inputs are not scattered, every rank loads its own part of the batch",
     "check_reduction": "drop check_reduction: DistributedDataParallel ignores it too",
     "mixed_precision": (
-        "use torch.autocast, and register_comm_hook(None, ddp_compile.comm_hooks.bf16_compress_hook) to send gradients"
+        "use torch.autocast, and algorithm=GradientAllReduce(wire_dtype=torch.bfloat16) to send gradients"
         " in bfloat16; or build the module in the wanted dtype"
     ),
     "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.errors import ReplicationError
 from ddp_compile.features.algorithm_switch import register_comm_hook, set_comm_algorithm
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.features.uneven_inputs import JoinOne
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.runtime.algorithms.comm_hook import CommHook
+from ddp_compile.runtime.algorithms.comm_hook import CommHook, builtin_hook
 from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm
 
@@ -167,7 +166,7 @@ class ReplicatedModule(nn.Module):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the buckets instead of the all-reduce, as with DistributedDataParallel.
 
-        The hook may be one of ``torch.distributed.algorithms.ddp_comm_hooks`` or `ddp_compile.comm_hooks`, or your own.
+        The hook may be one of ``torch.distributed.algorithms.ddp_comm_hooks``, or your own.
         Register the same hook on every rank, at any time except inside a backward. After the first backward, this waits
         until the other ranks register it too.
 

@@ -39,7 +39,7 @@ HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
 @functools.cache
 def _hooks_of_torch_that_start() -> frozenset[object]:
-    """The hooks that start all their communication before they return. Ours are marked by `starts_at_once`."""
+    """The hooks that start all their communication before they return."""
     # Imported here: they also import torch's optimizers for many ranks, which takes a second.
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
 
@@ -58,13 +58,14 @@ def _hooks_of_torch_that_start() -> frozenset[object]:
 _STATELESS = frozenset({"noop_hook", "allreduce_hook", "bf16_compress_hook", "fp16_compress_hook"})
 
 
-def starts_at_once(hook: HookFunction) -> HookFunction:
-    """Mark a hook that starts all its communication before it returns. On the CPU, others may run at the same time.
+def builtin_hook(kind: object) -> HookFunction | None:
+    """torch's hook for a ``BuiltinCommHookType``, which its own reducer has in C++; None for anything else."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    See Note [One hook at a time on the CPU].
-    """
-    hook._ddp_compile_starts_at_once = True  # type: ignore[attr-defined]
-    return hook
+    kinds: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]  # exported without saying so
+    if not isinstance(kind, kinds):
+        return None
+    return default_hooks.allreduce_hook if kind == kinds.ALLREDUCE else default_hooks.fp16_compress_hook
 
 
 #: torch exports it, but not in ``__all__``.
@@ -216,7 +217,7 @@ class CommHook(CommAlgorithm):
 
 def _starts_at_once(function: Callable[..., Any]) -> bool:
     try:
-        return function in _hooks_of_torch_that_start() or getattr(function, "_ddp_compile_starts_at_once", False)
+        return function in _hooks_of_torch_that_start()
     except TypeError:  # an object without a hash
         return False
 

@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
-from ddp_compile import RanksDifferError, ReductionError, comm_hooks, ddp_compile
+from ddp_compile import RanksDifferError, ReductionError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
@@ -89,13 +89,10 @@ HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "other tensor": lambda: (None, other_tensor),
     "resizing": lambda: (None, resizing),
     "object": lambda: ({}, Counting()),
-    "ours allreduce": lambda: (None, comm_hooks.allreduce_hook),
-    "ours fp16": lambda: (None, comm_hooks.fp16_compress_hook),
-    "ours bf16": lambda: (None, comm_hooks.bf16_compress_hook),
     "builtin allreduce": lambda: (None, dist.BuiltinCommHookType.ALLREDUCE),
     "builtin fp16": lambda: (None, dist.BuiltinCommHookType.FP16_COMPRESS),
 }
-THEIRS = [name for name in HOOKS if not name.startswith(("ours", "builtin"))]
+THEIRS = [name for name in HOOKS if not name.startswith("builtin")]
 
 
 def waiting(hook: Hook) -> Hook:
@@ -126,17 +123,14 @@ CASES_IN_CI: list[Case] = [
     *((2, name, name, {}, 0.0) for name in ("power", "other tensor", "post local")),
     (2, "other tensor", "other tensor", {"gradient_as_bucket_view": False}, 0.0),  # results are copied back
     (3, "allreduce", "allreduce", {}, 1e-6),
-    (2, "ours bf16", "bf16", {}, 2e-2),  # ours round once if torch's round twice
-    (2, "builtin fp16", "ours fp16", {}, 0.0),
+    (2, "builtin fp16", "fp16", {}, 0.0),
 ]
 #: Others are made of these by a wrapper, or for another format.
 CASES: list[Case] = [
     *CASES_IN_CI,
     *((2, name, name, {}, 0.0) for name in THEIRS if name not in ("power", "other tensor", "post local")),
     (3, "fp16", "fp16", {}, 1e-2),
-    (2, "ours allreduce", "allreduce", {}, 0.0),
     (2, "builtin allreduce", "allreduce", {}, 0.0),
-    (2, "ours fp16", "fp16", {}, 2e-3),
 ]
 
 
@@ -193,14 +187,11 @@ def test_hook_registered_between_steps() -> None:
     assert train(models) == 0.0
 
 
-@pytest.mark.parametrize(
-    "hook", [default_hooks.allreduce_hook, comm_hooks.allreduce_hook, comm_hooks.bf16_compress_hook]
-)
 @on_ranks(2)
-def test_sparse_gradients(hook: Hook) -> None:
+def test_sparse_gradients() -> None:
     models = pair(lambda: nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 6)))
-    for each, its in zip(models, (hook, default_hooks.allreduce_hook), strict=True):
-        each.register_comm_hook(None, its)
+    for each in models:
+        each.register_comm_hook(None, default_hooks.allreduce_hook)
     for seed in range(2):
         torch.manual_seed(10 * seed + dist.get_rank())
         tokens = torch.randint(0, 50, (4,))

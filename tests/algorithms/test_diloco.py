@@ -17,10 +17,10 @@ from beside import flat_of, is_same_everywhere, of_all_ranks
 from in_ci import only
 from rank_pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddp_compile import ReductionError, ReplicationError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import DiLoCo
-from ddp_compile.comm_hooks import allreduce_hook
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.runtime.algorithms.diloco import cut
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddp_compile import ddp_compile
-from ddp_compile.comm_hooks import allreduce_hook
 
 WIDTH = 16
 

@@ -16,11 +16,11 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 
 from ddp_compile import CompilationError, ddp_compile, torch_internals
-from ddp_compile.comm_hooks import allreduce_hook
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 

@@ -16,10 +16,10 @@ from beside import Step, beside_plain, own_batch, pair, train_beside
 from models import Mlp, largest, loss_of
 from rank_pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from ways_to_train import APPEARS_AT, WAYS, count_early
 
 from ddp_compile import GradientArrivalError, ReductionError, ddp_compile
-from ddp_compile.comm_hooks import allreduce_hook
 
 pytestmark = pytest.mark.usefixtures("each_split")
 

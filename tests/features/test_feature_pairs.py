@@ -18,12 +18,12 @@ import torch.distributed as dist
 from models import relative_difference
 from rank_pool import Ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from ddp_compile import ReplicationError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import AlgorithmConfig, AsyncModelAverage, CommAlgorithm, LocalSGD, Traits
-from ddp_compile.comm_hooks import allreduce_hook
 from ddp_compile.features.compatibility import EXCLUSIONS, Exclusion, Feature
 
 WIDTH, ROWS, LR = 4, 3, 0.1

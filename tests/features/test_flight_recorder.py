@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
 from rank_pool import on_ranks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad
-from ddp_compile.comm_hooks import fp16_compress_hook
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 WIDTH, CAP_MB = 16, 0.001

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from ways_to_train import train
 
 from ddp_compile import ddp_compile
+from ddp_compile.runtime.algorithms import comm_hook
 
 
 def mlp() -> nn.Module:
@@ -57,8 +59,9 @@ def test_failed_finalization() -> None:
 
     model: Any = ddp_compile(mlp(), backend="eager")
     model.require_manual_backward_finalization = True
-    fails_later._ddp_compile_starts_at_once = True  # type: ignore[attr-defined]  # else the backward waits for it
-    model.register_comm_hook(None, fails_later)
+    # Otherwise the backward waits for it.
+    with patch.object(comm_hook, "_hooks_of_torch_that_start", lambda: {fails_later}):
+        model.register_comm_hook(None, fails_later)
     x = torch.randn(6, 33)
     loss_of(model(x)).backward()
     with pytest.raises(RuntimeError, match="no such peer"):

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from rank_pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ddp_compile import RanksDifferError, ReplicationError, comm_hooks, ddp_compile, shard_optimizer
+from ddp_compile import RanksDifferError, ReplicationError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, GradientAllReduce, LocalSGD
 
 WIDTH, LR, STEPS = 9, 0.05, 4
@@ -82,7 +83,7 @@ WAYS = {
     "static_graph": Way({"split": "backward", "static_graph": True}),
     "copies": Way({"gradient_as_bucket_view": False}),
     "manual finalization": Way(then=lambda model: setattr(model, "require_manual_backward_finalization", True)),
-    "comm hook": Way(then=lambda model: model.register_comm_hook(None, comm_hooks.allreduce_hook)),
+    "comm hook": Way(then=lambda model: model.register_comm_hook(None, allreduce_hook)),
     "hierarchical": Way({"algorithm": GradientAllReduce(hierarchical=True)}),
     "float16 wire": Way({"algorithm": GradientAllReduce(wire_dtype=torch.float16)}, tolerance=1e-3),
     "byte_grad": Way({"algorithm": ByteGrad()}, dtype=torch.float32, tolerance=1e-2),

@@ -17,12 +17,12 @@ from residual_layers import ONE_LAYER_MIB, WIDTH, ResidualLayers
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from ways_to_train import count_early
 
 from ddp_compile import ddp_compile
-from ddp_compile.comm_hooks import allreduce_hook
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from models import relative_difference
 from rank_pool import RankPool, run_in_new_processes
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -26,7 +27,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
-from ddp_compile.comm_hooks import allreduce_hook
 
 ROWS, WIDTH = 4, 16
 CAP_MB = 0.001  # less than a block

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from device_tensors import on_gpu
 from residual_layers import ONE_LAYER_MIB, WIDTH, ResidualLayers
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddp_compile import ReplicationError, ddp_compile
-from ddp_compile.comm_hooks import allreduce_hook
 
 pytestmark = [*on_gpu, pytest.mark.inductor]
 

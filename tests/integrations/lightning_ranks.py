@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,7 +26,6 @@ from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
 from ddp_compile import ReplicationError, ddp_compile, is_replicated, shard_optimizer
-from ddp_compile.comm_hooks import bf16_compress_hook
 from ddp_compile.integrations.lightning import DDPCompileStrategy, LogCommunication
 
 SMALL = {"backend": "eager", "bucket_cap_mb": 0.001}

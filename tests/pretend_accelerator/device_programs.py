@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ddp_compile import comm_hooks, shard_optimizer
+from ddp_compile import shard_optimizer
 from ddp_compile.algorithms import (
     AsyncModelAverage,
     ByteGrad,
@@ -356,7 +356,7 @@ PROGRAMS = {
     "normalized": Program(partial(normalized, **BACKWARD)),
     "normalized, sharded": Program(partial(normalized, is_sharded=True)),
     "grad scaler": Program(with_grad_scaler, tolerance=1e-3),
-    "allreduce hook": Program(partial(with_hook, hook=comm_hooks.allreduce_hook)),
+    "allreduce hook": Program(partial(with_hook, hook=default_hooks.allreduce_hook)),
     "fp16 hook": as_on_cpu(partial(with_hook, hook=default_hooks.fp16_compress_hook), 1e-5),
     "PowerSGD hook": as_on_cpu(partial(with_hook, hook=powerSGD_hook.powerSGD_hook, state=power_sgd_state), 1e-4),
     "wire dtype": as_on_cpu(partial(train, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)), 1e-4),

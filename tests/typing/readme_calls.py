@@ -11,11 +11,11 @@ from typing import assert_type
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_compile import ddp_compile, explain, is_replicated, no_sync, shard_optimizer, unwrap
-from ddp_compile.comm_hooks import bf16_compress_hook
 
 
 class MyModel(nn.Module):

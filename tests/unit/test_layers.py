@@ -150,7 +150,7 @@ LAYERS = [
     ["runtime.sharded", "runtime"],
     ["passes", "passes.analysis"],
     ["passes.forward", "passes.backward"],
-    ["compile", "validation", "algorithms", "comm_hooks"],
+    ["compile", "validation", "algorithms"],
     ["features"],
     ["module"],
     ["api", "functions", "sharded_optimizer"],
