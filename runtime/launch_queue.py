@@ -50,6 +50,8 @@ class LaunchQueue:
         self._normalizer = normalizer
         #: Called when no bucket of the iteration is left to launch.
         self.on_all_launched: Callable[[], None] = _nothing
+        #: Called with each bucket when it has been waited for, and others may still be under way.
+        self.on_reduced: Callable[[Bucket], None] = _nothing
         self.records: NoRecords = NO_RECORDS  #: of the model's steps
         self._monitor = monitor
         self.world_size = world_size
@@ -260,6 +262,7 @@ class LaunchQueue:
                 transfer=("reduce", index),
             ):
                 bucket.wait()
+            self.on_reduced(bucket)
 
     def finish(self, untouched: Set[int]) -> None:
         """Wait for the launched buckets, and make every ``.grad`` the reduced gradient.
@@ -294,5 +297,5 @@ class LaunchQueue:
             self.algorithm.after_backward()
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
@@ -82,6 +84,17 @@ class Reducer(Step):
     def await_parameters(self, param_indices: Sequence[int]) -> None:
         """Return when these parameters, which compiled code is about to read, are complete."""
         self.algorithm.sharding.await_parameters(param_indices)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """See ``ReplicatedModule.clip_grad_norm_``."""
+        if self._lifecycle.phase.state is State.LAUNCHED:
+            raise error_messages.not_finalized("model.clip_grad_norm_()")
+        total = self.algorithm.sharding.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        if total is None:
+            total = self._norm.clip(parameters, max_norm, norm_type, error_if_nonfinite)
+        return total
 
     # Settings.
 

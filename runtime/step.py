@@ -36,6 +36,7 @@ from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.desync.local_steps import LocalSteps
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.early_launch import EarlyLaunch
+from ddp_compile.runtime.gradient_norm import GradientNorm
 from ddp_compile.runtime.iteration_flags import IterationFlags
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.lifecycle import Event, Lifecycle, State, nothing_to_finalize
@@ -82,9 +83,11 @@ class Step:
         self._undefined = UndefinedGradients(self._set, accumulators)
         self._policy = policy_for(config, self._set)
         self.normalizer = Normalizer(process_group, self.parameters[0].device, monitor)
+        self._norm = GradientNorm(self._set)
         self._queue = LaunchQueue(
             self._set, process_group.size(), monitor, algorithm, self._policy, self._undefined, self.normalizer
         )
+        self._queue.on_reduced = self._norm.bucket_is_reduced
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
         self._early = EarlyLaunch(
             self._set, self._queue, self._hooks, accumulators, self._policy, has_launches is not None
@@ -239,6 +242,7 @@ class Step:
             self.normalizer.gradients_arrive(lambda: self._hold_values(without=() if is_computed else arriving))
         if not self._set.buckets:
             self._seal()
+        self._norm.backward_begins()
         self.normalizer.backward_begins(self._set.iteration.is_shadow)
 
     def _seal(self) -> None:

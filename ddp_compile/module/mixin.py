@@ -235,6 +235,9 @@ class ReplicatedModule(nn.Module):
     ) -> torch.Tensor:
         """Scale all gradients to a norm of at most ``max_norm``. With a sharded optimizer, call it on every rank.
 
+        Buckets are read as a whole, from the step after the first call on as soon as they are reduced. A gradient that
+        has changed since is read again; a change through ``.grad.data`` is not noticed.
+
         Args:
             max_norm: The largest norm that is allowed.
             norm_type: Order of the norm, ``float("inf")`` for the largest value; above zero with a sharded optimizer.
@@ -244,10 +247,14 @@ class ReplicatedModule(nn.Module):
             The norm of all gradients before scaling, over the parts of all ranks, shape (); with a sharded optimizer,
             in float32 or more.
 
-        Source: ``clip_grad_norm_`` of torch 2.13, nn/utils/clip_grad.py, which is called if nothing is sharded.
+        Raises:
+            RuntimeError: With ``error_if_nonfinite``, the norm is infinite or NaN.
+            ReductionError: `finalize_backward` has not been called.
+
+        Source: ``clip_grad_norm_`` of torch 2.13, nn/utils/clip_grad.py, which is called for other orders than 2 and
+        infinity, and for gradients outside of flat buffers.
         """
-        sharding = state_of(self).reducer.algorithm.sharding
-        return sharding.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        return state_of(self).reducer.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def normalize_by(self, count: float | torch.Tensor, loss: torch.Tensor | None = None) -> None:
         """Divide the gradients of a step by the sum of all counts, over its micro-batches and over the ranks.

@@ -328,6 +328,19 @@ class Bucket:
         """Whether a tensor is in the flat buffer."""
         return self._buffer.holds(tensor)
 
+    def is_gradients(self) -> bool:
+        """Whether every ``.grad`` is the view of its place in the flat buffer."""
+        return self._buffer.is_gradients(self.gradients())
+
+    @property
+    def version(self) -> int | None:
+        """Changes whenever an operator writes to the flat buffer or a gradient in it; None if it has no such views."""
+        return self._buffer.version
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every ``.grad``, if `is_gradients`, by a tensor of shape ()."""
+        self._buffer.scale(factor)
+
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all of these are zeros in their places in the flat buffer; False if only a wait could tell."""
         return self._buffer.holds_zeros(gradients)

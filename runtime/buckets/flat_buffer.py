@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
@@ -131,11 +132,25 @@ class FlatBuffer:
         begin = self._tensor.data_ptr()
         return begin <= tensor.data_ptr() < begin + self._tensor.nbytes
 
+    def is_gradients(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether these are its views."""
+        return self._views is not None and self._tensor is not None and self._views.are(gradients)
+
+    @property
+    def version(self) -> int | None:
+        """Of its memory, which the views count by themselves; None if it has none."""
+        if self._views is None or self._tensor is None:
+            return None
+        return self._tensor._version + sum(view._version for view in self._views.tensors)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply its views by a tensor of shape ()."""
+        self.tensor.mul_(factor)
+        increment_version(self.gradient_views.tensors)
+
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all of these are its views and hold zeros; False if only a wait of the host could tell."""
-        if self._views is None or self._tensor is None or not self._views.are(gradients):
-            return False
-        return not streams.has_streams(self._tensor.device) and not self._tensor.any()
+        return self.is_gradients(gradients) and not streams.has_streams(self.tensor.device) and not self.tensor.any()
 
     def _on_this_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return torch_internals.local_tensors(tensors) if self.has_dtensors else tensors

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Set
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
@@ -139,6 +140,8 @@ def fill_with_zeros(parameter: Parameter) -> None:
 
 def _restore(bucket: Bucket, positions: Set[int]) -> None:
     """Bring back the gradients in the flat buffer to which no rank has added anything."""
-    for position in positions:
-        if position in bucket.iteration.saved:
-            bucket.places[position].copy_(bucket.iteration.saved[position])
+    saved = positions & bucket.iteration.saved.keys()
+    for position in saved:
+        bucket.places[position].copy_(bucket.iteration.saved[position])
+    if saved:
+        increment_version([bucket.flat])  # which does not count writes to places

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -80,11 +79,9 @@ class Sharding:
     def zero_gradients(self, set_to_none: bool) -> None:
         """Called after the module's own ``zero_grad``, to zero the other gradients."""
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> Tensor:
-        """See ``ReplicatedModule.clip_grad_norm_``."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor | None:
+        """See ``ReplicatedModule.clip_grad_norm_``; None if no gradients are sharded."""
+        return None
 
     def full_gradients(self, named: Mapping[str, Parameter]) -> dict[str, Tensor]:
         """See ``ReplicatedModule.full_gradients``."""

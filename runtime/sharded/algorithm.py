@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -194,12 +194,10 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
                 gradients |= bucket.whole_gradients()
         return gradients
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> Tensor:
-        """See ``ReplicatedModule.clip_grad_norm_``."""
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor | None:
+        """See `Sharding.clip_grad_norm_`."""
         if not self.buckets:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+            return None
         self._gradients.before_reading("model.clip_grad_norm_()")
         self._sharded.end_left_out()  # first, so that its gathers come in the same place on all ranks
         pieces = [piece.stepped for piece in self._gradients.pieces.values()]

@@ -176,10 +176,10 @@ def clipped(where: Where, is_sharded: bool = False) -> Parameters:
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         loss_of(model, where.batches(step)).backward()
-        if is_sharded and not where.is_alone:
-            model.clip_grad_norm_(0.01)
-        else:
+        if where.is_alone:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        else:
+            model.clip_grad_norm_(0.01)
         optimizer.step()
     return values(model)
 

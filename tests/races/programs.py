@@ -184,6 +184,23 @@ def normalized(stage: Stage, of_shards: bool = False, **settings: Any) -> None:
     stage.end(model)
 
 
+def clipped(stage: Stage) -> None:
+    """Norms are read on the stream of the backward's caller, from the second step on, and used on another."""
+    model = replicated(stage)
+    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    for roles in stage.steps(3):
+        with stage.on(roles.caller):
+            optimizer.zero_grad()
+            stage.backward(stage.forward(model, batch(), roles), roles)
+            with stage.on("other"):
+                stage.wait_for(roles.caller)
+                model.clip_grad_norm_(0.01)
+            stage.wait_for("other")
+            optimizer.step()
+            stage.use_memory()
+    stage.end(model)
+
+
 def late_gradients(stage: Stage) -> None:
     """From some step on a parameter gets a second gradient after its bucket was launched, which is sent again."""
     model = replicated(stage)
@@ -416,6 +433,7 @@ _ON_NCCL: dict[str, Program] = {
     "normalized": normalized,
     "normalized, forward split": partial(normalized, split="forward"),
     "normalized, sharded": partial(normalized, of_shards=True),
+    "clipped": clipped,
     "late gradients": late_gradients,
     "delayed all-reduce": delayed,
     "join": joined,

@@ -1,0 +1,172 @@
+"""``model.clip_grad_norm_``: norm and gradients are those of ``torch.nn.utils.clip_grad_norm_`` on copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import on_ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_compile import ReductionError, ddp_compile
+from ddp_compile.algorithms import ByteGrad, LocalSGD
+
+WIDTH, NUM_LAYERS = 9, 4
+
+
+class Net(nn.Module):
+    """Gradients of odd sizes, which leave gaps in flat buffers, and some that come in every second step."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).to(dtypes[i % len(dtypes)]) for i in range(NUM_LAYERS))
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.ignored = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        x = self.table(x) * self.ignored
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return self.sometimes(x.float()) if step % 2 == 0 else x
+
+
+class Way(NamedTuple):
+    settings: Mapping[str, Any] = MappingProxyType({})
+    max_norm: float = 0.01
+    norm_type: float = 2.0
+    num_local: int = 0  #: backwards inside ``no_sync`` before the one that is reduced
+    num_reduced: int = 1
+    prepare: Callable[[Any], object] = lambda model: None
+    change: Callable[[Any], object] = lambda model: None  #: gradients before they are clipped
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    tolerance: float = 1e-6
+
+
+def halve(model: Any) -> None:
+    model.layers[0].weight.grad.mul_(0.5)
+
+
+def halve_flat(model: Any) -> None:
+    torch._foreach_mul_([p.grad for p in model.layers.parameters()], 0.5)
+
+
+def replace(model: Any) -> None:
+    model.layers[0].weight.grad = model.layers[0].weight.grad * 3
+
+
+WAYS = {
+    "default": Way(),
+    "forward": Way({"split": "forward"}),
+    "backward": Way({"split": "backward"}),
+    "inductor": Way({"split": "backward", "backend": "inductor"}),
+    "largest value": Way(norm_type=math.inf),
+    "order 1": Way(norm_type=1.0),
+    "nothing to clip": Way(max_norm=1e6),
+    "copies": Way({"gradient_as_bucket_view": False}),
+    "lazy buckets": Way({"lazy_bucket_allocation": True}),
+    "accumulation": Way(num_local=2),
+    "two reductions": Way(num_reduced=2),
+    "comm hook": Way(prepare=lambda model: model.register_comm_hook(None, allreduce_hook)),
+    "byte_grad": Way({"algorithm": ByteGrad()}),
+    "local_sgd": Way({"algorithm": LocalSGD(period=2)}),
+    "changed": Way(change=halve),
+    "changed, several": Way(change=halve_flat),
+    "replaced": Way(change=replace),
+    "two dtypes": Way(dtypes=(torch.float32, torch.float64), tolerance=1e-6),
+    "bfloat16": Way(dtypes=(torch.bfloat16,), tolerance=2e-2),
+    "complex": Way(dtypes=(torch.complex64,), tolerance=1e-6),
+}
+
+
+def clipped_copies(model: nn.Module, way: Way) -> tuple[Tensor, dict[str, Tensor]]:
+    copies = {name: nn.Parameter(torch.empty_like(p)) for name, p in model.named_parameters() if p.grad is not None}
+    for name, copied in copies.items():
+        copied.grad = model.get_parameter(name).grad.clone()  # type: ignore[union-attr]
+    total = nn.utils.clip_grad_norm_(copies.values(), way.max_norm, way.norm_type)
+    return total, {name: copied.grad for name, copied in copies.items() if copied.grad is not None}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@on_ranks(2)
+def test_as_torch_does(name: str) -> None:
+    way = WAYS[name]
+    settings = {"backend": "aot_eager", "bucket_cap_mb": 8e-4, "find_unused_parameters": True, **way.settings}
+    net: Any = Net(way.dtypes)
+    if net.layers[0].weight.is_complex():
+        net.sometimes = nn.Identity()
+    net._ddp_params_and_buffers_to_ignore = ["ignored"]
+    model: Any = ddp_compile(net, **settings)
+    way.prepare(model)
+    for step in range(4):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        for backward in range(way.num_local + way.num_reduced):
+            torch.manual_seed(100 * step + 10 * backward + dist.get_rank())
+            with model.no_sync() if backward < way.num_local else nullcontext():
+                model(torch.randint(11, (4,)), step).abs().square().sum().backward()
+        way.change(model)
+        total, expected = clipped_copies(model, way)
+        found = model.clip_grad_norm_(way.max_norm, way.norm_type)
+        torch.testing.assert_close(found, total, rtol=way.tolerance, atol=0)
+        for parameter, gradient in expected.items():
+            given = model.get_parameter(parameter).grad
+            torch.testing.assert_close(given, gradient, rtol=way.tolerance, atol=1e-7)
+
+
+class NormsRead(TorchDispatchMode):
+    """Counts the gradients' elements that norms are computed of."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "norm" in func.__name__:
+            tensors = args[0] if isinstance(args[0], list) else [args[0]]
+            self.num_elements += sum(
+                tensor.numel() for tensor in tensors if tensor.numel() >= 256
+            )  # others are of norms
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_buckets_are_read_once_and_early() -> None:
+    """From the second call on, a bucket's norm is known when it is asked for, unless gradients have changed since."""
+    model: Any = ddp_compile(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))), bucket_cap_mb=1e-3)
+    read = []
+    for step in range(5):
+        model.zero_grad()
+        model(torch.randn(4, 16)).square().sum().backward()
+        if step == 2:
+            model[0].weight.grad.mul_(2)
+        if step != 3:  # nobody clips in this step, so the next one is not measured
+            with NormsRead() as norms:
+                model.clip_grad_norm_(1.0)
+            read.append(norms.num_elements)
+    assert read == [3 * 256, 0, 256, 3 * 256]
+
+
+@on_ranks(2)
+def test_a_norm_that_is_not_finite() -> None:
+    model: Any = ddp_compile(nn.Linear(4, 4), backend="eager")
+    model(torch.full((1, 4), float("inf") if dist.get_rank() == 1 else 1.0)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"rank \d: the total norm of order 2.0 of the gradients is (inf|nan)"):
+        model.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@on_ranks(2)
+def test_before_finalization() -> None:
+    model: Any = ddp_compile(nn.Linear(4, 4), backend="eager")
+    model.require_manual_backward_finalization = True
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ReductionError, match=r"model.clip_grad_norm_\(\) before finalize_backward\(\)"):
+        model.clip_grad_norm_(1.0)
+    model.finalize_backward()
+    model.clip_grad_norm_(1.0)
