@@ -10,8 +10,7 @@ A Dynamo graph that is to be cut (``split="forward"`` and ``"auto"``), all in ``
 
 AOTAutograd's backward graph, if buckets are launched inside it (``split="backward"`` and ``"auto"``), in ``backward/``:
 
-- ``bucket_backward.py``: calls the reducer after the last gradient of each bucket; ``backward_order.py`` moves nodes to
-  make that earlier.
+- ``bucket_backward.py``: calls the reducer after the last gradient of each bucket.
 - ``keep_sparse_parts.py``: keeps the memory of sparse gradients from being reused before the graph ends.
 - ``return_written_outputs.py``: makes operators write to what the graph returns; for inductor only.
 

@@ -11,7 +11,7 @@ of both. A write through ``.data`` has a version of its own and is not seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,14 +47,18 @@ class GradientNorm:
             self._measured[bucket] = version, _norm(bucket.flat, self._order)
 
     @torch.no_grad()
-    def clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """See ``ReplicatedModule.clip_grad_norm_``."""
-        order, parameters = float(norm_type), list(parameters)
-        buckets = self._set.buckets if order in (2.0, math.inf) else ()
-        whole = [bucket for bucket in buckets if bucket.is_gradients() and bucket.spec.num_bytes]
-        covered = {id(parameter) for bucket in whole for parameter in bucket.parameters}
-        others = [p for p in parameters if p.grad is not None and id(p) not in covered]
-        if not whole or any(torch_internals.is_dtensor(p.grad) for p in others if p.grad is not None):
+    def clip(self, rest: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """See ``ReplicatedModule.clip_grad_norm_``. ``rest`` are the module's parameters that are in no bucket."""
+        order, others = float(norm_type), list(rest)
+        whole = []
+        for bucket in self._set.buckets:
+            if order in (2.0, math.inf) and bucket.spec.num_bytes and bucket.is_gradients():
+                whole.append(bucket)
+            else:
+                others += bucket.parameters
+        others = [parameter for parameter in others if parameter.grad is not None]
+        if not whole or any(torch_internals.is_dtensor(parameter.grad) for parameter in others):
+            parameters = [*self._set.parameters, *rest]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         total = self._total(whole, others, order)
         if error_if_nonfinite and not torch.isfinite(total):

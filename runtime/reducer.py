@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -86,14 +86,14 @@ class Reducer(Step):
         self.algorithm.sharding.await_parameters(param_indices)
 
     def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+        self, rest: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
-        """See ``ReplicatedModule.clip_grad_norm_``."""
+        """See ``ReplicatedModule.clip_grad_norm_``. ``rest`` are the module's parameters that are in no bucket."""
         if self._lifecycle.phase.state is State.LAUNCHED:
             raise error_messages.not_finalized("model.clip_grad_norm_()")
         total = self.algorithm.sharding.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         if total is None:
-            total = self._norm.clip(parameters, max_norm, norm_type, error_if_nonfinite)
+            total = self._norm.clip(rest, max_norm, norm_type, error_if_nonfinite)
         return total
 
     # Settings.

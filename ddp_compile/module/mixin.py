@@ -254,7 +254,8 @@ class ReplicatedModule(nn.Module):
         Source: ``clip_grad_norm_`` of torch 2.13, nn/utils/clip_grad.py, which is called for other orders than 2 and
         infinity, and for gradients outside of flat buffers.
         """
-        return state_of(self).reducer.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        state = state_of(self)
+        return state.reducer.clip_grad_norm_(state.not_reduced, max_norm, norm_type, error_if_nonfinite)
 
     def normalize_by(self, count: float | torch.Tensor, loss: torch.Tensor | None = None) -> None:
         """Divide the gradients of a step by the sum of all counts, over its micro-batches and over the ranks.

@@ -121,6 +121,8 @@ class ReplicateState:
         self.reduced: Mapping[str, nn.Parameter] = {
             name: p for name, p in self.parameters.named.items() if id(p) not in delayed
         }
+        numbers = set(map(id, self.reduced.values()))
+        self.not_reduced = [parameter for parameter in module.parameters() if id(parameter) not in numbers]
         self.device = next(iter(self.reduced.values())).device
 
     def _agree(

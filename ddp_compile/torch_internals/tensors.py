@@ -56,14 +56,6 @@ def call_with_fakes(operator: Callable[..., Any], *arguments: Any) -> Any:
         return operator(*arguments)
 
 
-def num_bytes_hint(value: Tensor) -> int:
-    """Bytes of a (fake) tensor's elements. Symbolic sizes count as those that the graph was traced with."""
-    numel: Any = value.numel()
-    if isinstance(numel, torch.SymInt):
-        numel = numel.node.hint or 0  # None for a size that depends on data
-    return int(numel) * value.element_size()
-
-
 def is_plain_tensor(value: Tensor) -> bool:
     """Whether `fake_like` can describe a (fake) tensor: strided, no subclass, no lazy conjugation or negation."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,7 @@ from torch import fx
 from ddp_compile import torch_internals
 from ddp_compile.graph_ops import BUCKET_READY, HOLD_BACK, MOVE_BUCKET
 from ddp_compile.passes.analysis.aten_values import base_of, is_dense_tensor, value_to_hold
-from ddp_compile.passes.analysis.graph_nodes import is_expanded
-from ddp_compile.passes.backward.backward_order import bring_forward
+from ddp_compile.passes.analysis.graph_nodes import is_expanded, is_input
 from ddp_compile.passes.pipeline import AotContext, Declined, PassResult
 from ddp_compile.plan.spec import BucketSpec
 
@@ -29,8 +29,6 @@ class _ReadyBucket(NamedTuple):
 
 def bucket_backward_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
     """Insert ``ddp_compile::bucket_ready`` after the last gradient of each bucket.
-
-    Nodes that a bucket does not need are moved after it if that costs no memory; see `backward_order`.
 
     before::
 
@@ -62,15 +60,10 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
     outputs = _outputs(gm)
     gradients = [[_node(outputs, slot) for slot in entry.slots] for entry in ready]
     num_calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
-    for entry, moved in zip(ready, bring_forward(gm.graph, gradients), strict=True):
-        log.info(
-            "%s: bucket %d is ready after call %d of %d%s",
-            ctx.graph_name,
-            entry.bucket.index,
-            moved.after,
-            num_calls,
-            f", not {moved.before} as before calls were moved" if moved.after < moved.before else "",
-        )
+    number = {node: i for i, node in enumerate((n for n in gm.graph.nodes if not is_input(n)), start=1)}
+    for entry, nodes in zip(ready, gradients, strict=True):
+        last = max(number.get(node, 0) for node in nodes)
+        log.info("%s: bucket %d is ready after call %d of %d", ctx.graph_name, entry.bucket.index, last, num_calls)
     early = _before_the_end(gm, gradients)
     declined += _ready_at_the_end(gm, ready[early:], gradients[early:])
     _insert(gm, ctx, ready[:early], gradients[:early])
@@ -108,9 +101,11 @@ def _insert(
     order = list(gm.graph.nodes)
     position = {node: i for i, node in enumerate(order)}
     following, until = order[:0], len(order)
+    # None before those that are launched earlier, since it would only wait for them.
+    places = itertools.accumulate((max(map(position.__getitem__, nodes)) for nodes in gradients), max)
     # In reverse, so that buckets inserted after one node are in launch order.
-    for entry, nodes in zip(reversed(ready), reversed(gradients), strict=True):
-        last = max(nodes, key=position.__getitem__)
+    for entry, nodes, place in reversed(list(zip(ready, gradients, places, strict=True))):
+        last = order[place]
         if last.op == "placeholder":  # placeholders stay together
             last = gm.graph.find_nodes(op="placeholder")[-1]
         if position[last] + 1 < until:  # else two buckets are ready at once

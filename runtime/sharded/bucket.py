@@ -97,7 +97,7 @@ class ShardedBucket:
             self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
             self._layout = FlattenPlan.for_bucket(self.parameters, self.flat[:numel], self._offsets)
             for parameter, place in zip(self.parameters, self._layout.views, strict=True):
-                place.copy_(parameter)
+                place.copy_(parameter.detach())  # `inference_mode(False)` also lets autograd record
                 parameter.data = with_own_storage(place)
             self._addresses = [parameter.data_ptr() for parameter in self.parameters]
             is_low = first.dtype in (torch.bfloat16, torch.float16)
