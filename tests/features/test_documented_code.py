@@ -95,7 +95,10 @@ def run_recipe(title: str, replicate: Callable[[nn.Module], Any], path: Path) ->
         "prompt": torch.zeros(1, 2, dtype=torch.long),
         "save_every": 2,
     }
-    exec(compile(sections("migration.md")[title], f"migration.md: {title}", "exec"), names)
+    code = sections("migration.md")[title]
+    if replicate is DistributedDataParallel:
+        code = code.replace("model.clip_grad_norm_(", "torch.nn.utils.clip_grad_norm_(model.parameters(), ")
+    exec(compile(code, f"migration.md: {title}", "exec"), names)
     return names
 
 
