@@ -130,9 +130,8 @@ class NormsRead(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "norm" in func.__name__:
             tensors = args[0] if isinstance(args[0], list) else [args[0]]
-            self.num_elements += sum(
-                tensor.numel() for tensor in tensors if tensor.numel() >= 256
-            )  # others are of norms
+            # Smaller ones hold norms.
+            self.num_elements += sum(tensor.numel() for tensor in tensors if tensor.numel() >= 256)
         return func(*args, **(kwargs or {}))
 
 
