@@ -51,7 +51,6 @@ def ddp_compile(
     find_unused_parameters: bool = False,
     skip_all_reduce_unused_params: bool = False,
     static_graph: bool = False,
-    check_finite_gradients: bool = False,
     parameters_to_ignore: Iterable[str] = (),
     delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
     param_to_hook_all_reduce: nn.Parameter | None = None,
@@ -106,10 +105,6 @@ def ddp_compile(
         static_graph: Promise that every iteration brings the same gradients, each as often as the first one did. For
             reentrant checkpoints that use a weight several times, and for unused parameters that are always the same.
             The buckets of the first iteration are launched at its end. Replaces ``find_unused_parameters``.
-        check_finite_gradients: Check every gradient before it is reduced. If one is infinite or NaN on any rank, every
-            rank raises a NonFiniteGradientError at the end of the backward, which names rank, bucket and parameter. In
-            each iteration the ranks send one more byte, and the host waits for the device once. Do not use it with a
-            ``GradScaler``, whose gradients may be infinite.
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
         delay_all_reduce_named_params: Pairs of name and parameter. The reducer leaves out these parameters. Their
             gradients are averaged at the end of each backward that brings the gradient of ``param_to_hook_all_reduce``,
@@ -173,7 +168,6 @@ def ddp_compile(
         find_unused_parameters=find_unused_parameters,
         skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         static_graph=static_graph,
-        check_finite_gradients=check_finite_gradients,
         parameters_to_ignore=ignored,
         delayed=delayed,
         device_mesh=device_mesh,

@@ -42,6 +42,13 @@ _PLAN_BEFORE_TRAINING = (
     " python -m ddp_compile plan --profile report.json --save plan.json; and pass bucket_plan='plan.json', see"
     " docs/planning.md"
 )
+# Arguments that this package once had.
+_ARGUMENTS_REMOVED: Mapping[str, str] = {
+    "max_bucket_cap_mb": _PLAN_BEFORE_TRAINING,
+    "check_finite_gradients": (
+        "pass error_if_nonfinite=True to model.clip_grad_norm_, which raises on every rank; max_norm may be infinite"
+    ),
+}
 
 
 def refuse_positional_arguments(values: Sequence[Any]) -> None:
@@ -64,8 +71,8 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] 
         taken: The names that are taken, for suggestions.
     """
     for name, value in arguments.items():
-        if name == "max_bucket_cap_mb":
-            raise TypeError(f"ddp_compile() does not take {name}={value!r}: {_PLAN_BEFORE_TRAINING}")
+        if name in _ARGUMENTS_REMOVED:
+            raise TypeError(f"ddp_compile() does not take {name}={value!r}: {_ARGUMENTS_REMOVED[name]}")
         if name not in DDP_ARGUMENTS_REPLACED:
             newer = inspect.signature(DistributedDataParallel).parameters.get(name)
             if newer is None:
@@ -116,7 +123,6 @@ class ReplicateConfig:
     find_unused_parameters: bool = False
     skip_all_reduce_unused_params: bool = False
     static_graph: bool = False
-    check_finite_gradients: bool = False
     parameters_to_ignore: frozenset[str] = frozenset()
     delayed: DelayedParameters = field(default_factory=DelayedParameters)
     device_mesh: DeviceMesh | None = None

@@ -88,15 +88,8 @@ class GradientArrivalError(DDPCompileError):
     """A gradient arrived twice, or after its bucket had been launched; names the parameter."""
 
 
-class NonFiniteGradientError(DDPCompileError):
-    """With ``check_finite_gradients``, a gradient was infinite or NaN before it was reduced; names rank and parameter.
-
-    Every rank raises it at the end of the same backward. Training can continue, since no optimizer has stepped.
-    """
-
-
 class CompilationError(DDPCompileError):
-    """A graph can neither be compiled correctly nor run eagerly; names it."""
+    """A graph would be compiled into wrong gradients; names it."""
 
 
 class KernelUnavailableError(DDPCompileError):

@@ -12,7 +12,6 @@ from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.early_launch import EarlyLaunch
-from ddp_compile.runtime.finite_check import FiniteCheck
 from ddp_compile.runtime.launch_queue import LaunchQueue
 
 
@@ -27,14 +26,12 @@ class IterationFlags:
         early: EarlyLaunch,
         monitor: DesyncMonitor,
     ) -> None:
-        checks_finite = bucket_set.config.check_finite_gradients
         self._set = bucket_set
         self._queue = queue
         self._policy = policy
         self._early = early
         self._monitor = monitor
-        self._finite_check = FiniteCheck(bucket_set, queue) if checks_finite else None
-        is_needed = early.is_enabled or policy.has_flags or checks_finite
+        is_needed = early.is_enabled or policy.has_flags
         device = bucket_set.parameters[0].device
         self._message = IterationMessage(bucket_set.process_group, device, is_needed, monitor.model_number)
 
@@ -80,27 +77,12 @@ class IterationFlags:
         if early_has_flags:
             self._early.update(received[-1])
 
-    def refuse_non_finite(self) -> None:
-        """With ``check_finite_gradients``, raise on every rank if a gradient of any rank was infinite or NaN."""
-        if self._finite_check is None or not self._finite_check.is_due:
-            return
-        found = self._finite_check.found_here()
-        with self._exchange():
-            self._message.send([bytearray([found != ""])], self._monitor.mark)
-        if any(self._received()[0]):
-            with self._exchange():
-                raise self._finite_check.error(found)
-
     def _received(self) -> list[bytes]:
         """Wait for the message that is under way; returns the flags of all ranks."""
-        with self._exchange(records=self._queue.records):
+        failed: Any = partial(error_messages.reduction_failed, "the message after the buckets")
+        with Exchange(failed, self._monitor, records=self._queue.records):
             received = self._message.wait()
         if self._message.has_met_another:
             self._queue.wait()  # nothing may be under way when the iteration is given up
             self._monitor.refuse_other_message()
         return received
-
-    def _exchange(self, **wait: Any) -> Exchange:
-        return Exchange(
-            partial(error_messages.reduction_failed, "the message after the buckets"), self._monitor, **wait
-        )

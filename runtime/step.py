@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError
+from ddp_compile.errors import GradientArrivalError
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
@@ -355,7 +355,6 @@ class Step:
         Raises:
             ReductionError: A reduction failed or timed out.
             GradientArrivalError: A bucket was launched too early and cannot be launched again.
-            NonFiniteGradientError: With ``check_finite_gradients``, a gradient of some rank was infinite or NaN.
         """
         if self._lifecycle.phase.state is not State.REDUCING:
             return  # a pass inside this one has seen the last gradient
@@ -415,8 +414,7 @@ class Step:
             torch.futures.wait_all(futures)
             if iteration.is_whole:
                 self._queue.after_backward()
-            self._flags.refuse_non_finite()
-        except (GradientArrivalError, NonFiniteGradientError):
+        except GradientArrivalError:
             self._begin_iteration()  # so that training can continue
             raise
         records, algorithm = self._queue.records, self._queue.algorithm

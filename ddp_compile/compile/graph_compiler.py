@@ -11,14 +11,14 @@ import torch
 from torch import fx
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import CompilationError, this_rank
-from ddp_compile.torch_internals import AcceptFailure, GraphEdit, InnerBackend
+from ddp_compile.errors import this_rank
+from ddp_compile.torch_internals import GraphEdit, InnerBackend
 
 log = logging.getLogger(__name__)
 
 
 class CompileFailure(NamedTuple):
-    """A graph, or one direction of it, that runs eagerly because it could not be compiled."""
+    """A graph that runs eagerly because it could not be compiled."""
 
     graph: str  #: its name, with its parameters
     error: str  #: in one line; the exception's traceback would keep the graph alive
@@ -52,8 +52,8 @@ class GraphCompiler:
     ) -> Callable[..., Any]:
         """Compile one graph. If that fails, it runs eagerly.
 
-        Inductor compiles a backward in the first backward pass. If that fails, the backward graph runs eagerly from
-        that pass on. Any other backend that compiles its backward that late raises there.
+        Inductor compiles a backward in the first backward pass, and an error of it is raised there, as under
+        ``torch.compile``.
 
         Args:
             gm: The graph; the compiler may change it.
@@ -61,37 +61,28 @@ class GraphCompiler:
             edit: A change to the graphs that AOTAutograd makes; if the forward fails, ``gm`` runs without it.
 
         Returns:
-            A function with the arguments and results of the graph. Its backward raises `CompilationError` if inductor
-            fails to compile it and it cannot run eagerly either.
+            A function with the arguments and results of the graph.
 
         Raises:
             Exception: The compiler's, if ``fullgraph`` is set, if it asks Dynamo to trace again or to skip the frame,
                 or if memory ran out, since running eagerly would need more.
         """
         if self.fullgraph:
-            return self._compile(gm, list(example_inputs), edit, None)
-
-        def accept_backward_failure(error: Exception, backward: fx.GraphModule) -> None:
-            if torch_internals.repeats_random_numbers(backward):
-                raise _no_random_numbers_again(name, error) from error
-            self._accept_failure(error, f"the backward of {name}")
-
+            return self._compile(gm, list(example_inputs), edit)
         uncompiled = _copy_graphs(gm)
         try:
-            return self._compile(gm, list(example_inputs), edit, accept_backward_failure)
+            return self._compile(gm, list(example_inputs), edit)
         except Exception as error:
             self._accept_failure(error, name)
             return uncompiled.forward
 
-    def _compile(
-        self, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit | None, accept_failure: AcceptFailure | None
-    ) -> Callable[..., Any]:
+    def _compile(self, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit | None) -> Callable[..., Any]:
         with torch_internals.without_wrong_cache_entries(gm):
-            if edit is not None:
-                compile_and_edit = torch_internals.editing_backend(self.inner, accept_failure)
-                assert compile_and_edit is not None, "asked to edit what `can_edit` denies"
-                return compile_and_edit(gm, inputs, edit)
-            return torch_internals.compile_with_eager_backward(self.inner, gm, inputs, accept_failure)
+            if edit is None:
+                return self.inner(gm, inputs)
+            compile_and_edit = torch_internals.editing_backend(self.inner)
+            assert compile_and_edit is not None, "asked to edit what `can_edit` denies"
+            return compile_and_edit(gm, inputs, edit)
 
     def _accept_failure(self, error: Exception, graph: str) -> None:
         """Warn that a graph runs eagerly, or raise its error if it must not."""
@@ -108,15 +99,6 @@ _WAYS_OUT = (
     '. Gradients stay correct, only slower. TORCH_LOGS="+ddp_compile" shows the whole error, fullgraph=True raises it,'
     ' and backend="aot_eager" compiles nothing'
 )
-
-
-def _no_random_numbers_again(name: str, error: Exception) -> CompilationError:
-    return CompilationError(
-        f"{this_rank()}: the backward of {name} did not compile, and cannot run eagerly either: it has to repeat the"
-        " forward's random numbers, for a dropout inside a checkpoint, and only compiled code can do that."
-        f' {_in_one_line(error)}. Fix what the compiler reports; or pass backend="aot_eager", or set'
-        " torch._inductor.config.fallback_random = True before the first forward"
-    )
 
 
 def _copy_graphs(gm: fx.GraphModule) -> fx.GraphModule:

@@ -36,7 +36,6 @@ class Feature(Enum):
     FIND_UNUSED = "`find_unused_parameters=True`"
     SKIP_UNUSED = "`skip_all_reduce_unused_params=True`"
     STATIC_GRAPH = "`static_graph=True`"
-    CHECK_FINITE = "`check_finite_gradients=True`"
     DELAYED = "`delay_all_reduce_named_params=`"
     ALGORITHM = "`algorithm=` other than `GradientAllReduce()`"
     AVERAGES = "an algorithm that averages parameters"
@@ -87,12 +86,8 @@ EXCLUSIONS = (
         "with such an algorithm no rank waits for another in a step, but this would make them wait",
         "Leave it out, or pass another algorithm"),
     Exclusion(
-        Feature.CHECK_FINITE, (Feature.AVERAGES, Feature.DELAYED),
-        "gradients are checked in the buckets, but here some are reduced elsewhere, or not at all",
-        "Leave check_finite_gradients out, and pass error_if_nonfinite=True to clip_grad_norm_ instead"),
-    Exclusion(
-        Feature.BEYOND_GROUP, (Feature.FIND_UNUSED, Feature.STATIC_GRAPH, Feature.SKIP_UNUSED, Feature.CHECK_FINITE,
-                               Feature.DELAYED, Feature.JOIN),
+        Feature.BEYOND_GROUP, (Feature.FIND_UNUSED, Feature.STATIC_GRAPH, Feature.SKIP_UNUSED, Feature.DELAYED,
+                               Feature.JOIN),
         "with such an algorithm gradients are also reduced with ranks outside of the process group, but this is decided"
         " or reduced inside of it",
         "Leave it out"),
@@ -152,7 +147,6 @@ _FLAGS = {
     Feature.FIND_UNUSED: "find_unused_parameters",
     Feature.SKIP_UNUSED: "skip_all_reduce_unused_params",
     Feature.STATIC_GRAPH: "static_graph",
-    Feature.CHECK_FINITE: "check_finite_gradients",
 }
 
 

@@ -160,7 +160,7 @@ class Break:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A graph, or its forward or backward alone, that runs eagerly because it could not be compiled.
+    """A graph that runs eagerly because it could not be compiled.
 
     Args:
         graph: Name of the graph, with its parameters.

@@ -1,4 +1,4 @@
-"""Compilation of graphs: edits, eager execution of a backward that fails, and caches that may answer wrongly.
+"""Compilation of graphs: edits, and caches that may answer wrongly.
 
 Note [Graphs kept out of AOTAutograd's cache]
 *Floats that vary.* Dynamo passes a Python float that has had several values as a tensor and a symbol. If an operator
@@ -13,7 +13,6 @@ matrix product comes back from a cache with sizes read from freed memory (pytorc
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -27,73 +26,12 @@ from torch.utils import _pytree as pytree
 from ddp_compile.torch_internals.dynamo import InnerBackend, order_keeping_settings, without_wrong_donations
 from ddp_compile.torch_internals.tensors import free_symbols, storage_key
 
-#: Called with inductor's error and the backward graph that failed. Raises if the graph must not run eagerly.
-AcceptFailure = Callable[[Exception, fx.GraphModule], None]
-
-
-def compile_with_eager_backward(
-    inner: InnerBackend,
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    accept_failure: AcceptFailure | None,
-) -> Callable[..., Any]:
-    """Compile a graph. If inductor fails at its backward and the failure is accepted, the backward runs eagerly.
-
-    AOTAutograd makes the backward graph together with the forward graph, and inductor compiles it in the first backward
-    pass. By then the forward has saved the inputs of this backward graph, so no other graph could run.
-    """
-    if accept_failure is None or not isinstance(inner, torch._TorchCompileInductorWrapper):
-        return inner(gm, list(example_inputs))
-    from torch._inductor.compile_fx import compile_fx
-
-    compiled: Any = compile_fx(
-        gm, list(example_inputs), inner_compile=_or_eagerly(accept_failure), config_patches=dict(inner.config)
-    )
-    return compiled
-
-
-def _or_eagerly(accept_failure: AcceptFailure) -> Callable[..., Any]:
-    """Inductor's compiler of one graph. If it fails at a backward that may run eagerly, it returns that backward."""
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    def compile_forward_or_backward(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
-        if not settings.get("is_backward", False):
-            return compile_fx_inner(graph, inputs, **settings)
-        uncompiled = _for_eager_execution(graph)
-        try:
-            return compile_fx_inner(graph, inputs, **settings)
-        except Exception as error:
-            accept_failure(error, uncompiled)
-            return make_boxed_func(uncompiled.forward)
-
-    return compile_forward_or_backward
-
 
 def force_stride_order() -> Any:
     """Inductor's operator that returns its argument with these strides."""
     from torch._inductor import inductor_prims
 
     return inductor_prims.force_stride_order
-
-
-def _for_eager_execution(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy without the operators that choose inductor's strides; inductor's passes rewrite the original."""
-    copied = copy.deepcopy(graph.graph)
-    for node in copied.find_nodes(op="call_function", target=force_stride_order()):
-        node.replace_all_uses_with(node.args[0])
-        copied.erase_node(node)
-    return fx.GraphModule(graph, copied)
-
-
-def repeats_random_numbers(backward: fx.GraphModule) -> bool:
-    """Whether one of inductor's backward graphs draws random numbers from the forward's seed.
-
-    The eager implementation of these operators ignores the seed (_inductor/inductor_prims.py of torch 2.13), so a
-    dropout that a checkpoint recomputes would drop other elements than the forward did.
-    """
-    names = ("inductor_rand", "rngprims")
-    return any(name in str(node.target) for node in backward.graph.nodes for name in names)
 
 
 class GraphEdit(NamedTuple):
@@ -108,7 +46,7 @@ class GraphEdit(NamedTuple):
 EditingBackend = Callable[[fx.GraphModule, list[Any], GraphEdit], Callable[..., Any]]
 
 
-def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = None) -> EditingBackend | None:
+def editing_backend(inner: InnerBackend) -> EditingBackend | None:
     """A backend that compiles like ``inner`` and edits graphs; None if it is not known to compile our operators.
 
     Known are inductor, ``compile_fx`` with or without the user's ``inner_compile``, and ``aot_eager``.
@@ -121,8 +59,7 @@ def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = 
     if isinstance(inner, torch._TorchCompileInductorWrapper):
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        compile_inner = compile_fx_inner if accept_failure is None else _or_eagerly(accept_failure)
-        return functools.partial(_compile_with_inductor, compile_fx, compile_inner, inner.config)
+        return functools.partial(_compile_with_inductor, compile_fx, compile_fx_inner, inner.config)
     compiler: Any = getattr(inner, "compiler_fn", None)
     if compiler is debugging.aot_eager:
         run_as_it_is: Any = debugging.boxed_nop

@@ -40,7 +40,6 @@ def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_back
         "find_unused_parameters",
         "skip_all_reduce_unused_params",
         "static_graph",
-        "check_finite_gradients",
     )
     lines = [f"{name}={getattr(config, name)}" for name in settings]
     # After such launches the ranks exchange a message, so this must agree.

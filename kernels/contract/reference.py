@@ -19,7 +19,8 @@ _LEVELS = 255.0
 
 def scale_into(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float | Tensor) -> None:
     """Write ``sources[i] * scale`` to ``destinations[i]``, with a cast; in place if both are the same memory."""
-    with torch.no_grad():
+    # Without forward-mode derivatives too, which a gradient may have, and which no kernel knows.
+    with torch.inference_mode():
         for source, destination in zip(sources, destinations, strict=True):
             if isinstance(scale, Tensor) or scale != 1.0:
                 # A tensor would be rounded to half precision first.
@@ -40,7 +41,8 @@ def stats_of(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: f
     device = destinations[0].device if destinations else None
     sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
     non_finite = torch.zeros((), dtype=torch.bool, device=device)
-    with torch.no_grad():
+    # Without forward-mode derivatives too, which a gradient may have, and which no kernel knows.
+    with torch.inference_mode():
         for source, destination in zip(sources, destinations, strict=True):
             scaled = _widened(source) * scale
             sum_of_squares += scaled.double().square().sum()

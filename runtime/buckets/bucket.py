@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ddp_compile.errors import shorten_names
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime.buckets.comm_algorithm import Pending
-from ddp_compile.runtime.buckets.flat_buffer import FlatBuffer, non_finite_flags
+from ddp_compile.runtime.buckets.flat_buffer import FlatBuffer
 from ddp_compile.runtime.buckets.gradient_views import GradientViews
 from ddp_compile.runtime.buckets.iteration import BucketIteration, BucketState
 from ddp_compile.runtime.comm import error_messages, flight_recorder, streams
@@ -30,7 +30,6 @@ class Bucket:
         parameters: Its parameters, in the order of ``spec.gradients``.
         gradient_store: Writes the ``.grad`` of its parameters.
         lazy_allocation: Whether the flat buffer is dropped when an iteration ends.
-        checks_finite: Whether `flatten` notes which gradients are infinite or NaN.
 
     The bucket owns ``flat``. The stream on which the last gradient arrived, or that of a compiled backward, writes it;
     after the launch the process group's stream does. The pending work keeps it alive until it has been waited for. A
@@ -43,7 +42,6 @@ class Bucket:
         parameters: Sequence[Parameter],
         gradient_store: GradientStore,
         lazy_allocation: bool,
-        checks_finite: bool = False,
     ) -> None:
         self.spec = spec
         self.parameters = tuple(parameters)
@@ -57,7 +55,6 @@ class Bucket:
         self.was_launched_early = False  #: on this rank, and nothing came later
         self.iteration = BucketIteration(set(self.param_indices))
         self.lazy_allocation = lazy_allocation
-        self._checks_finite = checks_finite
         self._sparse: Tensor | None = None
         self._device = parameters[0].device
         self.plan_digest = ""  #: of the plan that it belongs to, see `BucketPlan.digest`
@@ -190,13 +187,11 @@ class Bucket:
         if self.spec.is_sparse:
             with torch.no_grad():
                 self._sparse = gradients[0].mul_(scale)
-            if self._checks_finite:
-                self.iteration.non_finite = non_finite_flags([self._sparse])
         else:
             self.iteration.flattened = gradients
             if self._accumulated_elsewhere:
                 streams.used_here(gradients)
-            self.iteration.non_finite = self._buffer.flatten(gradients, scale, self._checks_finite)
+            self._buffer.flatten(gradients, scale)
         self.iteration.flattened_at = None
         self.iteration.state = BucketState.READY
 

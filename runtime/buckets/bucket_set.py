@@ -186,7 +186,6 @@ class BucketSet:
                     parameters,
                     store_for(spec, parameters, self.config.gradient_as_bucket_view),
                     self.config.lazy_bucket_allocation,
-                    self.config.check_finite_gradients,
                 )
             bucket.spec = spec
             bucket.take_name(plan.digest)

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.kernels import FlattenPlan, FlattenStats
+from ddp_compile.kernels import FlattenPlan
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime.buckets.gradient_views import GradientViews
 from ddp_compile.runtime.comm import error_messages, streams
@@ -81,15 +81,11 @@ class FlatBuffer:
         if self._views is not None:
             self._views.follow()
 
-    def flatten(self, gradients: Sequence[Tensor], scale: float | Tensor, checks_finite: bool = False) -> Tensor | None:
+    def flatten(self, gradients: Sequence[Tensor], scale: float | Tensor) -> None:
         """Write each gradient times ``scale`` to its place. A gradient that is already there is scaled in place.
 
         Args:
             gradients: One for each place.
-            checks_finite: Whether to look for infinities and NaN, without making the host wait for a device.
-
-        Returns:
-            `non_finite_flags` of the places; None if not ``checks_finite``, or if all are known to be finite.
 
         Raises:
             ParametersChangedError: The parameters have been converted.
@@ -98,10 +94,8 @@ class FlatBuffer:
         self.used_here()
         if gradients[0].dtype != self.tensor.dtype:  # cheap, and finds nearly every conversion
             self._refuse_converted()
-        # Without streams the kernel's answer is there at once, at no measurable cost. With streams the host would wait.
-        asks_kernel = checks_finite and not streams.has_streams(self.tensor.device)
         try:
-            stats = plan.flatten(gradients, scale, with_stats=asks_kernel)
+            plan.flatten(gradients, scale)
         except ValueError:
             self._refuse_converted()
             # A functional embedding can give a sparse gradient that no module announced. Checking every gradient in
@@ -109,11 +103,8 @@ class FlatBuffer:
             if not any(gradient.is_sparse for gradient in gradients):
                 raise
             gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
-            stats = plan.flatten(gradients, scale, with_stats=asks_kernel)
+            plan.flatten(gradients, scale)
         streams.launched("flatten", [*gradients, *([scale] if isinstance(scale, Tensor) else [])], plan.views)
-        if not checks_finite or (stats is not None and not stats.non_finite):
-            return None
-        return non_finite_flags(plan.views)
 
     def used_here(self) -> None:
         """Keep the memory until the current stream is done with it, even if another stream allocated it."""
@@ -186,19 +177,6 @@ class FlatBuffer:
             raise error_messages.parameters_changed(changes)
 
 
-def non_finite_flags(tensors: Sequence[Tensor]) -> Tensor:
-    """Which of these tensors hold an infinite value or a NaN; the host does not wait for their device.
-
-    Returns:
-        Bool, shape (len(tensors),), on the device of the tensors, which may have any shapes, dtypes and layouts.
-    """
-    with torch.no_grad():
-        values = [torch_internals.sparse_values(t) if t.is_sparse else t for t in tensors]
-        # The largest absolute value is NaN if any value is. An empty tensor has none.
-        largest = torch._foreach_norm([v if v.numel() else v.new_zeros(1) for v in values], float("inf"))
-        return ~torch.stack(largest).isfinite()
-
-
 class RealParts:
     """What a `FlattenPlan` is, for complex tensors: a plan over their real and imaginary parts, which lie side by side.
 
@@ -211,10 +189,8 @@ class RealParts:
         self._plan = FlattenPlan.for_bucket(_real_parts(tensors), parts, [2 * offset for offset in offsets])
         self.views = tuple(torch.view_as_complex(view) for view in self._plan.views)
 
-    def flatten(
-        self, tensors: Sequence[Tensor], scale: float | Tensor, *, with_stats: bool = False
-    ) -> FlattenStats | None:
-        return self._plan.flatten(_real_parts(tensors), scale, with_stats=with_stats)
+    def flatten(self, tensors: Sequence[Tensor], scale: float | Tensor) -> None:
+        self._plan.flatten(_real_parts(tensors), scale)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> None:
         written = [torch.empty_like(tensor) if tensor.is_conj() else tensor for tensor in tensors]

@@ -74,9 +74,6 @@ class BucketIteration:
     computed: ComputedBucket | None = None
     #: This rank's gradients, if ``.grad`` no longer holds them and they may have to be sent again.
     own: list[Tensor] | None = None
-    #: Which gradients were infinite or NaN before the reduction, in the bucket's order: bool, on their device. None if
-    #: they were not checked, or all are known to be finite.
-    non_finite: Tensor | None = None
     is_claimed: bool = False  #: whether the flat buffer may be written
     saved: dict[int, Tensor] = field(default_factory=dict)  #: by position: unused gradients from the flat buffer
     #: The flattened gradients, until `.grad` is something else: a tensor that loses its Python object while torch holds

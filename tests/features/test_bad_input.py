@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
         ({"parameters_to_ignore": "weight"}, TypeError, "pass a list of names: ['weight']"),
         ({"process_group": -100}, ValueError, "process_group=-100 is not a process group that this rank belongs to"),
         ({"find_unused_parameters": 1}, ValueError, "find_unused_parameters=1 is neither True nor False"),
-        ({"check_finite_gradients": 1}, ValueError, "check_finite_gradients=1 is neither True nor False"),
+        ({"check_finite_gradients": True}, TypeError, "pass error_if_nonfinite=True to model.clip_grad_norm_"),
         ({"static_graph": "yes"}, ValueError, "static_graph='yes' is neither True nor False"),
         ({"bucket_cap": 25}, TypeError, "unexpected keyword argument 'bucket_cap'; did you mean bucket_cap_mb"),
         ({"find_unused_parameter": True}, TypeError, "did you mean find_unused_parameters?"),

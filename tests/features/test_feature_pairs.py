@@ -88,7 +88,6 @@ ARGUMENTS: Mapping[Feature, Mapping[str, Any]] = {
     Feature.FIND_UNUSED: {"find_unused_parameters": True},
     Feature.SKIP_UNUSED: {"skip_all_reduce_unused_params": True},
     Feature.STATIC_GRAPH: {"static_graph": True},
-    Feature.CHECK_FINITE: {"check_finite_gradients": True},
     Feature.ALGORITHM: {"algorithm": Own(Traits())},
     Feature.NO_SHADOWS: {"algorithm": Own(Traits(takes_shadows=False))},
     Feature.BEYOND_GROUP: {"algorithm": Own(Traits(beyond_group=True))},

@@ -57,7 +57,6 @@ KINDS: dict[str, Kind] = {
     "static_graph": Kind(NAMED, r"static_graph", {"static_graph": True}),
     "broadcast_buffers": Kind(NAMED, r"broadcast_buffers", {"broadcast_buffers": False}),
     "init_sync": Kind(NAMED, r"init_sync", {"init_sync": False}),
-    "check_finite_gradients": Kind(NAMED, r"check_finite_gradients", {"check_finite_gradients": True}),
     "gradient_as_bucket_view": Kind(EXACT, "", {"gradient_as_bucket_view": False}),
     "lazy_bucket_allocation": Kind(EXACT, "", {"lazy_bucket_allocation": True}),
     "parameters_to_ignore": Kind(NAMED, r"0\.bias", {"parameters_to_ignore": ["0.bias"]}),

@@ -418,7 +418,8 @@ def _replace(parameter: Tensor) -> None:
 
 
 def _clamp_gradient(parameter: Tensor) -> None:
-    if not parameter.grad.is_sparse:
+    # Compiled, such a hook is called without a gradient for what only a checkpoint in ``no_grad`` uses (torch 2.13).
+    if parameter.grad is not None and not parameter.grad.is_sparse:
         parameter.grad.clamp_(-0.01, 0.01)
 
 

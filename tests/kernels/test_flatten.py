@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_values import DTYPES
 from torch import Tensor, ones
+from torch.autograd import forward_ad
 
 from ddp_compile.kernels import FlattenPlan, flatten_scale, unflatten
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
@@ -50,6 +51,16 @@ def test_flatten_and_unflatten(dtype: torch.dtype, flat_dtype: torch.dtype, scal
     torch.testing.assert_close(packed_double(back, 1.0), flat.double() * 3, rtol=eps, atol=atol)
     assert stats is not None and not stats.non_finite
     torch.testing.assert_close(stats.sum_of_squares, (flat.double() * 3).square().sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_forward_mode_derivatives_are_left_out(scale: float) -> None:
+    """float64 is moved by torch's operators, which would refuse them, or take them along."""
+    flat = torch.zeros(3, dtype=torch.float64)
+    with forward_ad.dual_level():
+        flatten_scale([forward_ad.make_dual(ones(3, dtype=torch.float64), ones(3, dtype=torch.float64))], flat, scale)
+        assert forward_ad.unpack_dual(flat).tangent is None
+    assert flat.tolist() == [scale] * 3
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])

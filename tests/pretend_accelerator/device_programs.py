@@ -351,7 +351,6 @@ PROGRAMS = {
     "gradients of their own": averaging(gradient_as_bucket_view=False),
     "lazy buckets": averaging(lazy_bucket_allocation=True),
     "accumulation": averaging(num_local=2),
-    "finite check": averaging(check_finite_gradients=True),
     "clipped": Program(clipped),
     "normalized": Program(partial(normalized, **BACKWARD)),
     "normalized, sharded": Program(partial(normalized, is_sharded=True)),

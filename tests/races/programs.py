@@ -425,7 +425,6 @@ _ON_NCCL: dict[str, Program] = {
     "buffer hook": with_buffer_hook,
     "gradients of their own": partial(train, gradient_as_bucket_view=False),
     "lazy buckets": partial(train, lazy_bucket_allocation=True, gradient_as_bucket_view=False),
-    "finite check": partial(train, check_finite_gradients=True),
     "static graph": partial(train, static_graph=True),
     "unused parameters": alternating_unused,
     "accumulation": accumulating,

@@ -44,7 +44,6 @@ ALLOWED_PRIVATE_NAMES = {
     "torch._foreach_div_",
     "torch._foreach_lerp_",
     "torch._foreach_mul_",
-    "torch._foreach_norm",
     "torch._foreach_sqrt",
     "torch._foreach_sub_",
 }
