@@ -27,6 +27,7 @@ from ddp_compile.api import ddp_compile
 from ddp_compile.errors import ReplicationError, this_rank, with_article
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.functions import is_replicated, no_sync, unwrap
+from ddp_compile.integrations.token_counts import TokenCounts
 from ddp_compile.module.mixin import ReplicatedModule, state_of
 
 OLDEST = "1.0.0"
@@ -109,6 +110,7 @@ def _use_trainer(trainer: Any, arguments: dict[str, Any], log_communication: boo
         log({**logs, **_scalars(trainer.accelerator)} if "loss" in logs else logs, *args, **kwargs)
 
     setattr(trainer, _CREATES, create_and_use)
+    TokenCounts(trainer)
     if log_communication:
         trainer.log = log_with_communication
 

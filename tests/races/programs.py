@@ -164,7 +164,7 @@ def accumulating(stage: Stage, **settings: Any) -> None:
 
 
 def normalized(stage: Stage, of_shards: bool = False, reads_early: bool = False, **settings: Any) -> None:
-    """Two micro-batches, counted on the caller's stream; another stream reads the mean loss, perhaps before backward."""
+    """Two micro-batches, counted on the caller's stream; another one reads the mean loss, also before the backward."""
 
     def read_mean_loss() -> None:
         with stage.on("other"):
