@@ -150,6 +150,11 @@ class Normalizer:
         """Whether this rank has counted in this step."""
         return bool(self._counts)
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether this rank has counted a micro-batch whose backward has not come."""
+        return self._is_counted and not self._has_gradients
+
     def agree(self, is_any_counting: bool, is_any_not_counting: bool) -> None:
         """At the first backward: take what the ranks have said.
 

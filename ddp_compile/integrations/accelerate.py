@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 try:
     import accelerate
@@ -195,6 +195,14 @@ class _ReplicatesModels:
         accelerator: Any = self
         added = _scalars(accelerator) if accelerator.__dict__[_LOGS] else {}
         super().log({**values, **added}, step, log_kwargs or {})  # type: ignore[misc]
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Like Accelerate's, which divides losses by the number of micro-batches, but not if they are counted."""
+        accelerator: Any = self
+        models = [model for model in accelerator._models if isinstance(model, ReplicatedModule)]
+        if any(state_of(model).reducer.normalizer.awaits_backward for model in models):
+            loss = loss * accelerator.gradient_accumulation_steps
+        super().backward(loss, **kwargs)  # type: ignore[misc]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Like Accelerate's, which would call the model's own method ``no_sync`` if there is one."""

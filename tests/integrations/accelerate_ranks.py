@@ -107,6 +107,32 @@ def train_both(settings: dict[str, Any]) -> tuple[list[Step], list[Step], str]:
     return steps, train(prepare(False, **settings)), explained
 
 
+def count_both() -> list[list[Tensor]]:
+    """Gradients of steps with uneven counts, by `normalize_by`, and as Accelerate's documentation has it."""
+    both = []
+    for ours in (True, False):
+        accelerator, model, optimizer, loader, _ = prepare(ours, gradient_accumulation_steps=2)
+        batches = [(x, y.masked_fill(x[:, 0] > accelerator.process_index, -100)) for x, y in loader]
+        counts = torch.stack([(y != -100).sum() for _, y in batches])
+        totals = [accelerator.gather(step.sum()).sum() for step in counts.split(2)]
+        gradients = []
+        for i, _ in enumerate(loader):
+            x, y = batches[i]
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+                if ours:
+                    model.normalize_by(counts[i], loss=loss)
+                else:
+                    loss = loss * accelerator.gradient_accumulation_steps * accelerator.num_processes / totals[i // 2]
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+                optimizer.step()
+                optimizer.zero_grad()
+        both.append(gradients)
+    return both
+
+
 def stop_and_go_on(folder: str, settings: dict[str, Any]) -> dict[str, list[Step]]:
     """Train without a stop, and resume after the first of three steps from its saved state, with both."""
     train(run := prepare(True, **settings), last=2)
