@@ -286,8 +286,6 @@ class Normalizer:
         if self._group.size() > 1:
             with self._exchange(NoRecords()):
                 self._work = all_reduce(message, self._group)
-        else:
-            self._received = streams.record(self._device)
 
     def _on_device(self, part: float | Tensor) -> Tensor:
         if isinstance(part, Tensor):

@@ -1,12 +1,11 @@
 """Hugging Face Trainer's mean over tokens, without its gather of their number before each step.
 
 Note [Counts of a Trainer]
-With ``average_tokens_across_devices`` Trainer gathers the number of items in a step. The losses of the micro-batches
-divide sums by it. Here every step but the first passes the *first* step's number to them, so that losses keep about
-their size (a GradScaler depends on it), and ``model.normalize_by`` corrects the gradients by the ratio of the numbers.
-
-This is right if losses are inversely proportional to the number: not if they ignore it, or add an auxiliary loss. The
-first step, which is Trainer's own, tells: the number is a leaf of its graph, whose gradient has to be -loss / number.
+With ``average_tokens_across_devices`` Trainer gathers a step's number of items, which the losses of its micro-batches
+divide sums by. Here all steps but the first pass the *first* step's number to them, so that losses keep about their
+size (a GradScaler depends on it), and ``model.normalize_by`` corrects the gradients by the ratio of the two numbers.
+This is right if losses are proportional to 1 / number: not if they ignore it, or add an auxiliary loss. The first step,
+which is Trainer's own, tells: the number is a leaf of its graph, whose gradient has to be -loss / number.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class TokenCounts:
         self._number: Tensor | None = None  # of items in the first step
         self._is_proportional: bool | None = None  # losses to 1 / number; None until the first step is over
         self._own = self._sum = torch.zeros(())  # number of items and losses of this step, on this rank
-        self._num_left = 0  # micro-batches of this step that are still to come
+        self._num_left = 0  # micro-batches of this step that are still to come, or to show that they are proportional
         self._get_batches, self._train = trainer.get_batch_samples, trainer.training_step
         trainer.get_batch_samples, trainer.training_step = self.get_batch_samples, self.training_step
 
@@ -38,19 +37,18 @@ class TokenCounts:
         if self._number is not None and self._is_proportional is None:
             is_shown = torch.tensor(not self._num_left, device=self._number.device)
             self._is_proportional = bool(accelerator.gather(is_shown).all())
-        if self._is_proportional is False or not self._may_count():
+        if self._is_proportional is False or not arguments.average_tokens_across_devices or not self._may_count():
             return self._get_batches(epoch_iterator, num_batches, *args)
         arguments.average_tokens_across_devices = False
         try:
             batches, own = self._get_batches(epoch_iterator, num_batches, *args)
         finally:
             arguments.average_tokens_across_devices = True
-        # If data end within a step, Trainer does not step the optimizer, and the next step's gradients come on top.
-        is_whole = len(batches) == num_batches and accelerator.sync_gradients
         if own is None:
             return batches, None
         self._own, self._sum, self._num_left = own, torch.zeros_like(own), len(batches)
-        if self._is_proportional and is_whole:
+        # If data end within a step, Trainer does not step the optimizer, and the next step's gradients come on top.
+        if self._is_proportional and len(batches) == num_batches and accelerator.sync_gradients:
             return batches, self._number
         number = accelerator.gather(own).sum()
         if self._number is None:
@@ -65,33 +63,26 @@ class TokenCounts:
         number.grad = None
         if not self._is_proportional:
             loss: Tensor = self._train(model, inputs, number)
-            self._num_left -= self._shows_proportion(loss)
+            self._num_left -= self._shows_proportion(loss, number)
             return loss
         self._num_left -= 1
-        is_last = self._num_left == 0  # it is counted for all: Trainer may break off a step, and zero its gradients
+        is_last = not self._num_left  # which is counted for all: their counts are not known one by one
         ratio = self._own.double() * self._trainer.accelerator.num_processes / number.detach()
         model.normalize_by(ratio * is_last, loss=ratio.new_tensor(is_last))
         loss = self._train(model, inputs, number)
         self._sum = self._sum + loss
-        correction = (
-            model.mean_loss if is_last else 0.0
-        )  # each rank's loss was 1, so it is a ratio of the ranks' counts
-        return (self._sum * correction).to(loss.dtype)
+        # Since the losses were given as 1 on each rank, their mean is the ratio of the two numbers.
+        return (self._sum * model.mean_loss).to(loss.dtype) if is_last else torch.zeros_like(loss)
 
     def _may_count(self) -> bool:
-        """Whether Trainer averages over tokens, with a model that takes `normalize_by` in each micro-batch."""
-        model, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
-        each_is_reduced = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        averages = self._trainer.args.average_tokens_across_devices and not each_is_reduced
-        if not averages or not isinstance(model, ReplicatedModule):  # nothing in it is trained
-            return False
+        """Whether the model takes `normalize_by` in all micro-batches of a step."""
+        model, state = self._trainer.model_wrapped, self._trainer.accelerator.gradient_state
+        if not isinstance(model, ReplicatedModule) or state.plugin_kwargs.get("sync_each_batch", False):
+            return False  # nothing in it is trained, or each micro-batch is reduced
         present = in_force(state_of(model), model.comm_algorithm)
         return present.keys().isdisjoint({Feature.AVERAGES, Feature.BEYOND_GROUP, Feature.DELAYED})
 
-    def _shows_proportion(self, loss: Tensor) -> bool:
-        """Whether the number's gradient, in the first step, is that of a loss proportional to 1 / number."""
-        number, scaler = self._number, self._trainer.accelerator.scaler
-        if number is None or number.grad is None:
-            return False
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        return torch.allclose(number.grad, (-scale * loss / number.detach()).to(number.dtype), rtol=1e-5, atol=0.0)
+    def _shows_proportion(self, loss: Tensor, number: Tensor) -> bool:
+        scaler = self._trainer.accelerator.scaler
+        expected = -loss / number.detach() * (1.0 if scaler is None else scaler.get_scale())
+        return number.grad is not None and torch.allclose(number.grad, expected.to(number.dtype), rtol=1e-5, atol=0.0)

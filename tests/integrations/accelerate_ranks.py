@@ -109,18 +109,16 @@ def train_both(settings: dict[str, Any]) -> tuple[list[Step], list[Step], str]:
 
 def count_both() -> list[list[Tensor]]:
     """Gradients of steps with uneven counts, by `normalize_by`, and as Accelerate's documentation has it."""
-    both = []
-    for ours in (True, False):
-        accelerator, model, optimizer, loader, _ = prepare(ours, gradient_accumulation_steps=2)
-        batches = [(x, y.masked_fill(x[:, 0] > accelerator.process_index, -100)) for x, y in loader]
-        counts = torch.stack([(y != -100).sum() for _, y in batches])
+    both: list[list[Tensor]] = [[], []]
+    for gradients in both:
+        accelerator, model, optimizer, loader, _ = prepare(gradients is both[0], gradient_accumulation_steps=2)
+        counts = torch.stack([(x[:, 0] < accelerator.process_index).sum() for x, _ in loader])
         totals = [accelerator.gather(step.sum()).sum() for step in counts.split(2)]
-        gradients = []
-        for i, _ in enumerate(loader):
-            x, y = batches[i]
+        for i, (x, y) in enumerate(loader):
             with accelerator.accumulate(model):
-                loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
-                if ours:
+                targets = y.where(x[:, 0] < accelerator.process_index, -100)
+                loss = nn.functional.cross_entropy(model(x), targets, reduction="sum")
+                if gradients is both[0]:
                     model.normalize_by(counts[i], loss=loss)
                 else:
                     loss = loss * accelerator.gradient_accumulation_steps * accelerator.num_processes / totals[i // 2]
@@ -129,7 +127,6 @@ def count_both() -> list[list[Tensor]]:
                     gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
                 optimizer.step()
                 optimizer.zero_grad()
-        both.append(gradients)
     return both
 
 

@@ -18,15 +18,8 @@ from accelerate_refusals import error_of
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import TrainerCallback
 
 from ddp_compile.integrations.accelerate import use
 from ddp_compile.module.mixin import ReplicatedModule
@@ -145,19 +138,19 @@ def train_uneven(
             kept.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
 
     both = []
+    defaults = {"max_steps": 9, "optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0.0, "eval_strategy": "no"}
+    defaults |= {"save_strategy": "no", "gradient_accumulation_steps": 4}
     for ours in (True, False):
         kept: list[Tensor] = []
-        defaults = {"max_steps": 9, "optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0.0, "eval_strategy": "no"}
-        more = {"save_strategy": "no", "gradient_accumulation_steps": 4, **copy.deepcopy(settings or {})}
-        trainer = new_trainer(False, folder, **{**defaults, **more})
+        trainer = new_trainer(False, folder, **{**defaults, **copy.deepcopy(settings or {})})
         trainer.train_dataset = Ending() if ends else Counting(80, is_uneven=True)
         trainer.compute_loss_func = LOSSES.get(loss)
         trainer.model_accepts_loss_kwargs = loss != "unused"
-        if ours:
-            head = trainer.model.lm_head.weight
-            delayed = {"delay_all_reduce_named_params": [("lm_head.weight", head)], "param_to_hook_all_reduce": head}
-            use(trainer, backend="aot_eager", bucket_cap_mb=0.01, **(delayed if delays else {}))
         trainer.add_callback(Keep())
+        head = trainer.model.lm_head.weight
+        delayed = {"delay_all_reduce_named_params": [("lm_head.weight", head)], "param_to_hook_all_reduce": head}
+        if ours:
+            use(trainer, backend="aot_eager", bucket_cap_mb=0.01, **(delayed if delays else {}))
         with patch.object(trainer.accelerator, "gather", wraps=trainer.accelerator.gather) as gather:
             trainer.train()
         num_counts = sum(call.args[0].shape == () and call.args[0].dtype != torch.bool for call in gather.mock_calls)
