@@ -51,7 +51,7 @@ UNEVEN: dict[str, tuple[int, dict[str, Any]]] = {
     "data that end": (9, {"ends": True}),  # in the last step of an epoch, and in the first of the next one
     "micro-batches reduced": (9, {"settings": REDUCES_EACH}),
     "delayed gradients": (9, {"delays": True}),
-    "mean loss": (9, {"loss": "mean"}),
+    "loss that ignores it": (9, {"loss": "ignores"}),
     "auxiliary loss": (9, {"loss": "auxiliary"}),
     "number not used": (0, {"loss": "unused"}),
     "means of ranks": (0, {"settings": {"average_tokens_across_devices": False}}),

@@ -108,11 +108,11 @@ def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any, extra: fl
     return loss / num_items_in_batch + extra * outputs["logits"].square().mean()
 
 
-def mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
-    return summed_loss(outputs, labels, (labels[:, 1:] != -100).sum())
-
-
-LOSSES: dict[str, Any] = {"summed": summed_loss, "mean": mean_loss, "auxiliary": partial(summed_loss, extra=0.1)}
+LOSSES: dict[str, Any] = {
+    "summed": summed_loss,
+    "ignores": lambda outputs, labels, num_items_in_batch: summed_loss(outputs, labels, 60),
+    "auxiliary": partial(summed_loss, extra=0.1),
+}
 
 
 class Ending(IterableDataset[dict[str, Tensor]]):
@@ -127,10 +127,7 @@ def train_uneven(
 ) -> list[tuple[Any, ...]]:
     """With both: what was logged, the parameters after each step, and how often a count was gathered.
 
-    Args:
-        loss: A name in `LOSSES`, "unused" for Trainer's count, or empty for the model's own loss.
-        delays: Whether a parameter's gradient is reduced outside of its bucket.
-        ends: Whether each epoch's data end before Trainer expects it.
+    Epochs end in a smaller step, or if ``ends``, before Trainer expects it. If ``delays``, a gradient is in no bucket.
     """
 
     class Keep(TrainerCallback):
