@@ -67,7 +67,8 @@ class Normalizer:
         self._is_counted = self._has_gradients = False  # of this micro-batch
         self._is_first = True  # whether no backward of the step has come
         self._message: Tensor | None = None  # sent
-        self._work: dist.Work | None = None
+        self._work: dist.Work | None = None  # until it has been waited for
+        self._received: streams.Event | None = None
         self._factor: float | Tensor | None = None
         self._factor_is_ready: streams.Event | None = None
 
@@ -149,6 +150,11 @@ class Normalizer:
         """Whether this rank has counted in this step."""
         return bool(self._counts)
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether this rank has counted a micro-batch whose backward has not come."""
+        return self._is_counted and not self._has_gradients
+
     def agree(self, is_any_counting: bool, is_any_not_counting: bool) -> None:
         """At the first backward: take what the ranks have said.
 
@@ -168,7 +174,7 @@ class Normalizer:
         if self._is_counted:
             self._counts.pop()
             self._losses = self._losses[: len(self._counts)]
-            self._is_counted, self._message, self._work = False, None, None
+            self._is_counted, self._message, self._work, self._received = False, None, None, None
 
     def gradients_arrive(self, holds_values: Callable[[], bool]) -> None:
         """A backward brings gradients. Called for each gradient of a backward inside ``no_sync``.
@@ -290,6 +296,9 @@ class Normalizer:
         if self._work is not None:
             with self._exchange(records):
                 self._work.wait()
+            self._work, self._received = None, streams.record(self._device)
+        elif self._received is not None:  # on another stream, perhaps, by a user who has read the mean loss
+            self._received.wait()
         self._totals, self._had_losses = self._message, bool(self._losses)
 
     def _exchange(self, records: NoRecords) -> Exchange:

@@ -75,7 +75,7 @@ def batches(number: int) -> list[tuple[Tensor, Tensor]]:
 replicate_quickly = partial(ddp_compile, backend="aot_eager", bucket_cap_mb=0.0005)
 
 
-def run_recipe(title: str, replicate: Callable[[nn.Module], Any], path: Path) -> dict[str, Any]:
+def run_recipe(title: str, replicate: Callable[[nn.Module], Any], path: Path, **given: Any) -> dict[str, Any]:
     """The names that a recipe has defined."""
     torch.manual_seed(3)
     model = replicate(Net())
@@ -94,6 +94,7 @@ def run_recipe(title: str, replicate: Callable[[nn.Module], Any], path: Path) ->
         "path": path,
         "prompt": torch.zeros(1, 2, dtype=torch.long),
         "save_every": 2,
+        **given,
     }
     code = sections("migration.md")[title]
     if replicate is DistributedDataParallel:
@@ -139,6 +140,25 @@ def test_recipe(title: str, ranks: Ranks, tmp_path: Path) -> None:
         before = copy.deepcopy(state)
         dcp.load(state, checkpoint_id=tmp_path / "ours", no_dist=True)
         assert not torch.equal(state["model"]["mix.weight"], before["model"]["mix.weight"])
+
+
+@on_ranks(2)
+def test_mean_over_tokens(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(0)
+    inputs = [[torch.randint(VOCABULARY, (4, 5), generator=random) for _ in range(4)] for _ in range(2)]
+    loaders = [[(x, x.masked_fill(x > 9 - i - 3 * rank, -100)) for i, x in enumerate(inputs[rank])] for rank in (0, 1)]
+    ours = run_recipe("The mean over tokens", replicate_quickly, tmp_path, loader=loaders[dist.get_rank()])
+    torch.manual_seed(3)
+    plain = Net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in (loaders[0][:2] + loaders[1][:2], loaders[0][2:] + loaders[1][2:]):
+        x, y = (torch.cat(parts) for parts in zip(*step, strict=True))
+        loss = loss_function(plain(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert ours["mean_loss"] == pytest.approx(loss.item(), rel=1e-6)
+    torch.testing.assert_close(dict(ours["model"].named_parameters()), dict(plain.named_parameters()))
 
 
 @torch.compiler.set_stance("force_eager")

@@ -62,11 +62,29 @@ def summed(outputs: Tensor, mask: Tensor) -> Tensor:
     return (outputs.sum(-1) * mask).sum()
 
 
+def sgd(module: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(module.parameters(), lr=LR)]
+
+
+def muon(module: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in module.parameters() if p.ndim == 2]
+    return [torch.optim.Muon(matrices, lr=LR), torch.optim.SGD([p for p in module.parameters() if p.ndim < 2], lr=LR)]
+
+
+def count_and_sum(model: Any, outputs: Tensor, mask: Tensor, as_tensor: bool) -> Tensor:
+    loss = summed(outputs, mask)
+    count = mask.sum()
+    model.normalize_by(count if as_tensor else int(count), loss=loss)
+    return loss
+
+
 class Way(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
     num_micro: int = 1
     then: Callable[[Any], object] = lambda model: None
     sharded: bool = False
+    optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] = sgd
+    compile_loss: Callable[[Any], Any] = lambda function: function
     loss_scale: float = 1.0  #: of a GradScaler
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-12
@@ -88,6 +106,9 @@ WAYS = {
     "float16 wire": Way({"algorithm": GradientAllReduce(wire_dtype=torch.float16)}, tolerance=1e-3),
     "byte_grad": Way({"algorithm": ByteGrad()}, dtype=torch.float32, tolerance=1e-2),
     "sharded": Way(num_micro=2, sharded=True),
+    "muon": Way(num_micro=2, optimizers=muon),
+    "muon, sharded": Way(num_micro=2, optimizers=muon, sharded=True),
+    "compiled loss": Way(num_micro=2, compile_loss=torch.compile(backend="aot_eager")),
     "grad_scaler": Way(num_micro=2, loss_scale=1024.0),
 }
 
@@ -106,10 +127,10 @@ def train(way: Way, steps: int = STEPS) -> Trained:
         settings.pop("find_unused_parameters")
     model: Any = ddp_compile(net, **settings)
     way.then(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizers, plain_optimizers = way.optimizers(model), way.optimizers(plain)
     if way.sharded:
-        shard_optimizer(optimizer, model)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+        shard_optimizer(optimizers, model)
+    count_and_sum_here = way.compile_loss(count_and_sum)
     scaler = torch.amp.GradScaler("cpu", init_scale=way.loss_scale, enabled=way.loss_scale != 1.0)
     losses = []
     for step in range(steps):
@@ -117,21 +138,22 @@ def train(way: Way, steps: int = STEPS) -> Trained:
             is_last = micro == way.num_micro - 1
             with contextlib.nullcontext() if is_last else model.no_sync():
                 tokens, mask = batch(step, micro, rank)
-                loss = summed(model(tokens), mask)
-                count = mask.sum()
-                model.normalize_by(count if step % 2 else int(count), loss=loss)
+                loss = count_and_sum_here(model, model(tokens), mask, as_tensor=bool(step % 2))
                 scaler.scale(loss).backward()
         if model.require_manual_backward_finalization:
             model.finalize_backward()
-        scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
         everything = [batch(step, micro, r) for micro in range(way.num_micro) for r in range(world)]
         total = sum(int(mask.sum()) for _, mask in everything)
         expected = sum(summed(plain(tokens), mask) for tokens, mask in everything) / total
         expected.backward()
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
+        for optimizer in plain_optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append((float(model.mean_loss), float(expected)))
     parameters = dict(model.named_parameters())
     worst = max(float((parameters[name] - p).abs().max()) for name, p in plain.named_parameters())

@@ -107,6 +107,29 @@ def train_both(settings: dict[str, Any]) -> tuple[list[Step], list[Step], str]:
     return steps, train(prepare(False, **settings)), explained
 
 
+def count_both() -> list[list[Tensor]]:
+    """Gradients of steps with uneven counts, by `normalize_by`, and as Accelerate's documentation has it."""
+    both: list[list[Tensor]] = [[], []]
+    for gradients in both:
+        accelerator, model, optimizer, loader, _ = prepare(gradients is both[0], gradient_accumulation_steps=2)
+        counts = torch.stack([(x[:, 0] < accelerator.process_index).sum() for x, _ in loader])
+        totals = [accelerator.gather(step.sum()).sum() for step in counts.split(2)]
+        for i, (x, y) in enumerate(loader):
+            with accelerator.accumulate(model):
+                targets = y.where(x[:, 0] < accelerator.process_index, -100)
+                loss = nn.functional.cross_entropy(model(x), targets, reduction="sum")
+                if gradients is both[0]:
+                    model.normalize_by(counts[i], loss=loss)
+                else:
+                    loss = loss * accelerator.gradient_accumulation_steps * accelerator.num_processes / totals[i // 2]
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+                optimizer.step()
+                optimizer.zero_grad()
+    return both
+
+
 def stop_and_go_on(folder: str, settings: dict[str, Any]) -> dict[str, list[Step]]:
     """Train without a stop, and resume after the first of three steps from its saved state, with both."""
     train(run := prepare(True, **settings), last=2)

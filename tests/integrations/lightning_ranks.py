@@ -165,6 +165,49 @@ class Adversaries(Net):
         return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.head, self.body)]
 
 
+class Counts(LightningModule):
+    """docs/integrations.md's mean over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.means: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return (self.layer(batch[0]).tanh().squeeze(-1) * batch[1]).sum()
+
+    def on_train_batch_start(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.count = batch[1].sum()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.trainer.model.normalize_by(self.count / self.trainer.accumulate_grad_batches, loss=loss)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.means.append(float(self.trainer.model.mean_loss))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def count_both() -> tuple[list[float], list[float]]:
+    """Losses of two steps, the second of which has fewer batches, and the bias after them; of one process as well."""
+    random = torch.Generator().manual_seed(5)
+    batches = [[(torch.randn(4, 6, generator=random), torch.arange(4) >= i - j) for i in range(5)] for j in (0, 2)]
+    torch.manual_seed(1)
+    plain = copy.deepcopy(net := Counts())
+    settings = {"accumulate_grad_batches": 3, "max_epochs": 1, "use_distributed_sampler": False}
+    own = DataLoader(batches[dist.get_rank()], batch_size=None)
+    make_trainer(DDPCompileStrategy(**SMALL), **settings).fit(net, own)
+    optimizer = plain.configure_optimizers()
+    for step in ([*batches[0][:3], *batches[1][:3]], [*batches[0][3:], *batches[1][3:]]):
+        loss = sum(plain.training_step(batch, 0) for batch in step) / sum(mask.sum() for _, mask in step)
+        loss.backward()
+        plain.means.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*net.means, float(net.layer.bias)], [*plain.means, float(plain.layer.bias)]
+
+
 def make_trainer(strategy: DDPStrategy, **settings: Any) -> Trainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     defaults = {"enable_checkpointing": False, "max_epochs": 2, **quiet}

@@ -46,6 +46,12 @@ def test_a_scaler_skips_what_it_skips_with_ddp(ranks: Ranks) -> None:
         assert_close(ours, ddp)
 
 
+def test_mean_over_tokens_is_that_of_ddp(ranks: Ranks) -> None:
+    for ours, ddp in ranks(2).run(call, "accelerate_ranks.count_both"):
+        assert len(ours) == 3
+        torch.testing.assert_close(ours, ddp, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("precision", only(["no"], ["no", "bf16"]))
 def test_a_saved_state_goes_on_as_without_a_stop(precision: str, tmp_path: Path, ranks: Ranks) -> None:
     settings = {"mixed_precision": precision, "gradient_accumulation_steps": 2}

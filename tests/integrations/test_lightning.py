@@ -62,6 +62,11 @@ def test_manual_optimization_is_that_of_ddp(ranks: Ranks) -> None:
         assert found["kinds"] == ({"_Steps"}, {"DistributedDataParallel"})
 
 
+def test_mean_over_tokens_is_that_of_one_process(ranks: Ranks) -> None:
+    for ours, expected in ranks(2).run(call, "lightning_ranks.count_both"):
+        assert ours == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_resumed_run_is_one_without_a_stop(ranks: Ranks, tmp_path: Path) -> None:
     for is_equal, is_plain, difference in ranks(2).run(call, "lightning_ranks.resume", tmp_path):
         assert is_equal and is_plain and difference < 1e-6

@@ -163,22 +163,28 @@ def accumulating(stage: Stage, **settings: Any) -> None:
     stage.end(model)
 
 
-def normalized(stage: Stage, of_shards: bool = False, **settings: Any) -> None:
-    """Two micro-batches, counted on the caller's stream; another stream reads the mean loss."""
+def normalized(stage: Stage, of_shards: bool = False, reads_early: bool = False, **settings: Any) -> None:
+    """Two micro-batches, counted on the caller's stream; another one reads the mean loss, also before the backward."""
+
+    def read_mean_loss() -> None:
+        with stage.on("other"):
+            stage.wait_for(roles.caller)
+            model.mean_loss.clone()
+
     model = replicated(stage, nn.Sequential(Block(), Block()), **settings)  # no bucket has gradients of two streams
     optimizer, batch = adam(model), plain_batches(4, WIDTH)
     optimizer = shard_optimizer(optimizer, model) if of_shards else optimizer
-    for roles in stage.steps(3):
+    for number, roles in enumerate(stage.steps(3)):
         with stage.on(roles.caller):
             optimizer.zero_grad()
             for is_last in (False, True):
                 with nullcontext() if is_last else model.no_sync():
                     loss = stage.forward(model, batch(), roles)
                     model.normalize_by(torch.full((), 4.0), loss=loss)
+                    if reads_early and is_last and number:  # the first step is counted in its backward
+                        read_mean_loss()
                     stage.backward(loss, roles)
-            with stage.on("other"):
-                stage.wait_for(roles.caller)
-                model.mean_loss.clone()
+            read_mean_loss()
             optimizer.step()
             stage.use_memory()
     stage.end(model)
@@ -432,6 +438,7 @@ _ON_NCCL: dict[str, Program] = {
     "normalized": normalized,
     "normalized, forward split": partial(normalized, split="forward"),
     "normalized, sharded": partial(normalized, of_shards=True),
+    "normalized, read early": partial(normalized, reads_early=True),
     "clipped": clipped,
     "late gradients": late_gradients,
     "delayed all-reduce": delayed,
