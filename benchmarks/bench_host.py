@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def step_s(model: Any, x: torch.Tensor) -> list[float]:
     readings.append(time.thread_time())
     model.zero_grad()
     readings.append(time.thread_time())
-    return [end - begin for begin, end in zip(readings, readings[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(readings)]
 
 
 def measure(num_gradients: int, rounds: int) -> dict[str, list[list[float]]]:

@@ -125,25 +125,18 @@ def held_by_others(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) 
     Returns:
         Positions in the bucket.
     """
-    references = torch_internals.num_references(gradients)
     own = _references_to_a_gradient()
-    if max(references, default=0) <= own and not _any_written(gradients):
-        return frozenset()
-    return frozenset(
-        i
-        for i, (gradient, num_references) in enumerate(zip(gradients, references, strict=True))
-        if gradient is not None
-        and gradient is not views[i]
-        and (num_references > own or (_any_written([gradient]) and _shares_memory(gradient)))
-    )
+    held = {i for i, count in enumerate(torch_internals.num_references(gradients)) if count > own}
+    held |= _in_shared_memory(gradients, _written(gradients))
+    return frozenset(i for i in held if gradients[i] is not None and gradients[i] is not views[i])
 
 
-def _any_written(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether a tensor may have been written in place. Tensors made in inference mode have no versions."""
+def _written(gradients: Sequence[Tensor | None]) -> list[int]:
+    """Positions of the gradients that may have been written in place, as inductor's kernels do (torch 2.13)."""
     try:
-        return any(map(operator.attrgetter("_version"), gradients))
-    except RuntimeError:
-        return True
+        return [i for i, gradient in enumerate(gradients) if gradient is not None and gradient._version]
+    except RuntimeError:  # tensors made in inference mode have no versions
+        return [i for i, gradient in enumerate(gradients) if gradient is not None]
 
 
 @functools.cache
@@ -154,13 +147,17 @@ def _references_to_a_gradient() -> int:
     return torch_internals.num_references([parameter.grad])[0]
 
 
-def _shares_memory(gradient: Tensor) -> bool:
-    """Whether a write to a gradient may be visible in another tensor or another process."""
-    if gradient.layout is not torch.strided:
-        return False
-    storage = gradient.untyped_storage()
-    (uses,) = torch_internals.num_storage_uses([torch_internals.key_of_storage(storage)])
-    return uses > _TENSOR_AND_STORAGE_OBJECT or (gradient.device.type == "cpu" and gradient.is_shared())
+def _in_shared_memory(gradients: Sequence[Tensor | None], positions: Sequence[int]) -> set[int]:
+    """Those of the positions where a write to the gradient may be visible in another tensor or another process."""
+    strided = [(i, g) for i in positions if (g := gradients[i]) is not None and g.layout is torch.strided]
+    storages = [gradient.untyped_storage() for _, gradient in strided]
+    uses = torch_internals.num_storage_uses(list(map(torch_internals.key_of_storage, storages)))
+    is_on_cpu = bool(strided) and strided[0][1].device.type == "cpu"
+    return {
+        i
+        for (i, _), storage, num_uses in zip(strided, storages, uses, strict=True)
+        if num_uses > _TENSOR_AND_STORAGE_OBJECT or (is_on_cpu and storage.is_shared())
+    }
 
 
 def with_own_storage(place: Tensor) -> Tensor:
