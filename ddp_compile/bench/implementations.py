@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from ddp_compile import ddp_compile, shard_optimizer
@@ -38,11 +39,6 @@ from ddp_compile.optim import QAdam
 from ddp_compile.validation.named_functions import load_function
 
 
-def clip_with_torch(model: nn.Module, max_norm: float) -> None:
-    """What is written in most training loops. The host does not read the norm."""
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
     """A model that is ready to train.
@@ -51,14 +47,14 @@ class Implementation:
         forward: Called with a batch's inputs.
         no_sync: Context in which gradients accumulate locally.
         prepare_optimizers: Called with the optimizers of the model's parameters; returns the optimizers to step.
-        clip: Called with the model and the largest norm of its gradients, before the optimizers step.
+        clip: Called with the model and the largest norm, before the optimizers step; nobody reads what it returns.
         token_scale: Makes what turns losses that are summed over tokens into a mean.
     """
 
     forward: Callable[[Any], Any]
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare_optimizers: Callable[[list[Optimizer]], list[Optimizer]] = lambda optimizers: optimizers
-    clip: Callable[[Any, float], None] = clip_with_torch
+    clip: Callable[[Any, float], object] = lambda model, max_norm: clip_grad_norm_(model.parameters(), max_norm)
     token_scale: Callable[[], LossScale] = BlockingCount
 
 
