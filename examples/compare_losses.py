@@ -48,14 +48,15 @@ def main() -> None:
     rows = []
     for axes, (data, panel) in zip(grid.T, panels.items(), strict=True):
         first = panel[0]
-        for run in panel:
+        for number, run in enumerate(panel):
             name, steps = named(run, runs), range(1, len(run["losses"]) + 1)
-            axes[0].plot(steps, smoothed(run["losses"]), linewidth=1, label=name)
+            width = max(1, 4 - 1.5 * number)  # a wide line shows beneath an equal one
+            axes[0].plot(steps, smoothed(run["losses"]), linewidth=width, label=name)
             differences = [abs(own - others) for own, others in zip(run["losses"], first["losses"], strict=False)]
             if arguments.differences:
-                axes[1].semilogy(steps[: len(differences)], differences, linewidth=1)
+                axes[1].semilogy(steps[: len(differences)], differences, linewidth=width)
             held_out, of_first = ([*each["held_out"].values()][-1] for each in (run, first))
-            rows.append((data, name, len(run["losses"]), held_out, held_out / of_first, f"{max(differences):.1e}"))
+            rows.append((data, name, len(run["losses"]), held_out, held_out / of_first, max(differences)))
         axes[0].set(title=data)
         axes[0].legend(fontsize=8)
         axes[-1].set(xlabel="step")
@@ -64,9 +65,9 @@ def main() -> None:
     grid[0, 0].set(ylabel=f"training loss (nats per byte),\nmean of {WINDOW} steps")
     if arguments.differences:
         grid[1, 0].set(ylabel=f"difference to {named(runs[0], runs)}")
-    figure.savefig(arguments.output, dpi=150)
+    figure.savefig(arguments.output, dpi=100)
     headers = ("data", "run", "steps", "held-out loss", "of the first", "largest difference")
-    print(tabulate(rows, headers=headers, floatfmt=".5f"))
+    print(tabulate(rows, headers=headers, floatfmt=("", "", "", ".5f", ".5f", ".1e")))
 
 
 if __name__ == "__main__":
