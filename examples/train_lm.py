@@ -24,7 +24,7 @@ from ddp_compile import ddp_compile, shard_optimizer
 from lm.algorithms import NAMES, algorithm_named, q_adam_like
 from lm.checkpoint import Progress, TrainingState
 from lm.compare import compare
-from lm.data import ByteWindows, ResumableSampler, held_out_batches, standard_library_text, training_batches
+from lm.data import ResumableSampler, held_out_batches, load_samples, training_batches
 from lm.model import GPT, GPTConfig, next_byte_loss
 from lm.report import TrainingLog, write_report
 from lm.world import World, join_world
@@ -37,9 +37,9 @@ class Trainer:
         self.args = args
         self.world = world
 
-        windows, self.held_out = load_windows(args)
-        sampler = ResumableSampler(windows, seed=args.seed, drop_last=True)
-        self.batches = training_batches(windows, sampler, args.batch_size, world.device)
+        samples, self.held_out = load_samples(args.text_mb, args.context, args.padded)
+        sampler = ResumableSampler(samples, seed=args.seed, drop_last=True)
+        self.batches = training_batches(samples, sampler, args.batch_size, world.device)
 
         model = make_model(args, world)
         # Every rank continues with rank 0's parameters, whatever it started with.
@@ -57,8 +57,8 @@ class Trainer:
             shard_optimizer(self.optimizers, model)
         self.model = model
 
-        names = ("seed", "batch_size", "context", "accumulate", "text_mb", "algorithm", "optimizer")
-        settings = {name: getattr(args, name) for name in names} | {"ranks": world.size}
+        names = "seed batch_size context padded average accumulate text_mb algorithm optimizer"
+        settings = {name: getattr(args, name) for name in names.split()} | {"ranks": world.size}
         self.state = TrainingState(model, self.optimizers, sampler, Progress(), settings)
         if args.resume:
             self.state.load(args.resume, world)
@@ -88,18 +88,27 @@ class Trainer:
         world.say(f"median: {log.speed()}")
 
     def train_step(self, step: int) -> Tensor:
-        """Forward, backward and update number ``step``; returns this rank's mean loss (scalar, no graph)."""
+        """Forward, backward and update number ``step``.
+
+        Returns:
+            This rank's summed loss, and over how many bytes, ``(2,)``, without a graph.
+        """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, self.args.steps, self.args.warmup, self.args.lr)
-        losses = []
+        totals = []
         for part in range(1, self.args.accumulate + 1):
             # Only the last backward of a step sends gradients; the others add to them on this rank.
             last = part == self.args.accumulate
             with nullcontext() if last else self.model.no_sync():
-                loss = next_byte_loss(self.model, *next(self.batches)) / self.args.accumulate
-                loss.backward()
-            losses.append(loss.detach())
+                loss, count = next_byte_loss(self.model, *next(self.batches))
+                if self.args.average == "tokens":
+                    # The gradients' sum is divided by the bytes of all micro-batches and ranks.
+                    self.model.normalize_by(count)
+                    loss.backward()
+                else:
+                    (loss / count / self.args.accumulate).backward()
+            totals.append(torch.stack([loss.detach(), count]))
         # Unless the algorithm averages parameters, the gradients are now the same on every rank: their mean. With
         # --sharded a rank has only its part of them; the model clips by the norm of all parts.
         self.model.clip_grad_norm_(max_norm=1.0)
@@ -107,17 +116,18 @@ class Trainer:
             optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        return torch.stack(losses).sum()
+        return torch.stack(totals).sum(0)
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Measure the held-out loss, averaged over the ranks, and record it."""
+        """Measure the held-out loss, averaged over the bytes of all ranks, and record it."""
         args, world = self.args, self.world
         self.model.eval()
         batches = held_out_batches(self.held_out, args.batch_size, args.eval_batches, world.device)
-        losses = torch.stack([next_byte_loss(self.model, *batch) for batch in batches])
+        totals = torch.stack([torch.stack(next_byte_loss(self.model, *batch)) for batch in batches])
         self.model.train()
-        self.state.progress.held_out[self.state.progress.step] = world.mean(losses.mean()).item()
+        loss, count = world.mean(totals.sum(0))
+        self.state.progress.held_out[self.state.progress.step] = (loss / count).item()
 
 
 def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
@@ -126,12 +136,6 @@ def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
-
-
-def load_windows(args: argparse.Namespace) -> tuple[ByteWindows, ByteWindows]:
-    """Windows to train on, and windows of files that are held out."""
-    training, held_out = standard_library_text(int(args.text_mb * 1e6))
-    return ByteWindows(training, args.context), ByteWindows(held_out, args.context)
 
 
 def make_model(args: argparse.Namespace, world: World) -> GPT:
@@ -179,18 +183,18 @@ def train(args: argparse.Namespace, world: World) -> None:
     (first, before), *_, (last, after) = progress.held_out.items()
     world.say(f"held-out loss in nats per byte: {before:.4f} at step {first}, {after:.4f} at step {last}")
     if world.is_main:
-        for path in write_report(args.out_dir, progress, vars(args)):
+        for path in write_report(args.out_dir, progress, vars(args) | {"ranks": world.size}):
             print(f"wrote {path}")
     world.say(f"total: {time.perf_counter() - start:.0f} s")
 
 
 def compare_with_ddp(args: argparse.Namespace, world: World) -> None:
-    windows, _ = load_windows(args)
-    sampler = ResumableSampler(windows, seed=args.seed, drop_last=True)
+    samples, _ = load_samples(args.text_mb, args.context, args.padded)
+    sampler = ResumableSampler(samples, seed=args.seed, drop_last=True)
     compare(
         make_model(args, world),
         lambda model: make_optimizers(model, args),
-        training_batches(windows, sampler, args.batch_size, world.device),
+        training_batches(samples, sampler, args.batch_size, world.device),
         world,
         bucket_cap_mb=args.bucket_cap_mb,
         split=args.split,
@@ -216,7 +220,7 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--layers", type=positive_int, default=6, help="transformer blocks")
     model.add_argument("--heads", type=positive_int, default=6, help="attention heads of a block")
     model.add_argument("--width", type=positive_int, default=384, help="size of the residual stream")
-    model.add_argument("--context", type=positive_int, default=128, help="bytes of a window")
+    model.add_argument("--context", type=positive_int, default=128, help="bytes of a sample")
     add_training_arguments(parser.add_argument_group("training"))
     add_ddp_compile_arguments(parser.add_argument_group("ddp_compile"))
     add_file_arguments(parser.add_argument_group("files and measurements"))
@@ -227,12 +231,22 @@ def parse_args() -> argparse.Namespace:
         parser.error("--algorithm qadam has an optimizer of its own; leave out --optimizer muon")
     if args.algorithm != "all-reduce" and args.sharded:
         parser.error(f"--sharded reduces gradients in its own way; leave out --algorithm {args.algorithm}")
+    args.average = args.average or ("tokens" if args.padded and not args.compare else "ranks")
+    if args.compare and args.average == "tokens":
+        parser.error("--compare has the mean over ranks, as DistributedDataParallel does; leave out --average tokens")
     args.checkpoint = args.checkpoint or args.out_dir / "checkpoint.pt"
     return args
 
 
 def add_training_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--batch-size", type=positive_int, default=4, help="windows of one rank in one backward")
+    group.add_argument("--batch-size", type=positive_int, default=4, help="samples of one rank in one backward")
+    group.add_argument("--padded", action="store_true", help="documents of uneven lengths, padded to --context bytes")
+    group.add_argument(
+        "--average",
+        choices=("tokens", "ranks"),
+        help="which mean the gradients are: over the bytes of all ranks, with model.normalize_by; or over the ranks'"
+        " own means, as with DistributedDataParallel (default: tokens with --padded, otherwise ranks)",
+    )
     group.add_argument("--accumulate", type=positive_int, default=1, help="backwards of one step")
     group.add_argument("--steps", type=positive_int, default=120, help="optimizer steps")
     group.add_argument(

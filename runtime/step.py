@@ -148,9 +148,10 @@ class Step:
 
     def await_at_the_end(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         """Make the end of the next iteration wait for futures, for example of a buffer comm hook."""
-        done = [future for future in self._futures if future.done()]
-        torch.futures.wait_all(done)  # for their errors, since a forward need not have a backward
-        self._futures = [future for future in self._futures if not future.done()] + list(futures)
+        if done := [future for future in self._futures if future.done()]:
+            torch.futures.wait_all(done)  # for their errors, since a forward need not have a backward
+            self._futures = [future for future in self._futures if not future.done()]
+        self._futures.extend(futures)
 
     def _refuse_missing_gradients(self) -> None:
         missing = {self._set.names[index]: self.parameters[index] for index in self._queue.missing}
@@ -410,8 +411,9 @@ class Step:
         try:
             self._flags.receive()  # launches those again that were launched too early
             self._queue.finish(self._policy.used_by_nobody)
-            futures, self._futures = self._futures, []
-            torch.futures.wait_all(futures)
+            if self._futures:
+                futures, self._futures = self._futures, []
+                torch.futures.wait_all(futures)
             if iteration.is_whole:
                 self._queue.after_backward()
         except GradientArrivalError:

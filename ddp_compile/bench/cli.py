@@ -33,7 +33,7 @@ from ddp_compile.bench.results import SummaryRow, summarize
 from ddp_compile.bench.run import BenchmarkRun, Link, RunResult, RunSettings
 from ddp_compile.bench.settings import Case, WorkloadSettings
 from ddp_compile.bench.training import OPTIMIZERS
-from ddp_compile.bench.workloads import WORKLOADS
+from ddp_compile.bench.workloads import LANGUAGE_MODELS, WORKLOADS, check_tokens
 from ddp_compile.validation.named_functions import load_function
 from ddp_compile.validation.rates import Rate
 
@@ -87,6 +87,18 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
         default="sgd",
         help="muon: Muon for the weights of linear layers but the head, AdamW for the rest; on a CPU with Newton-Schulz"
         " iterations in float32 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--clip",
+        type=_positive_float,
+        metavar="MAX_NORM",
+        help="clip all gradients by their norm: peers with torch's clip_grad_norm_, ours with model.clip_grad_norm_",
+    )
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help=f"pad sequences of uneven lengths, and train the mean over tokens ({', '.join(LANGUAGE_MODELS)}): peers"
+        " with a blocking all-reduce of the count before the forward, ours with model.normalize_by",
     )
 
 
@@ -168,6 +180,7 @@ def _measure_and_report(
         world = stack.enter_context(RankWorld(world_settings))
         bar = stack.enter_context(tqdm(unit="stage", leave=False, smoothing=0, disable=None))
         about: dict[str, Any] = {"model": arguments.model, "world_size": world_settings.num_communicating_ranks}
+        about |= {"clip": "none" if arguments.clip is None else f"{arguments.clip:g}", "tokens": arguments.tokens}
 
         def progress(what: str) -> None:
             bar.set_description_str(what)
@@ -193,6 +206,7 @@ def _measure_and_report(
     # Print first: a full disk must not lose the results.
     millions = about["parameters"] / 1e6
     print(f"{arguments.model}, {millions:.1f} M parameters, {about['world_size']} ranks, {where['device']},")
+    print(f"clip {about['clip']}, mean over {'tokens' if arguments.tokens else 'ranks'},")
     print(f"{where['machine']}, torch {where['torch']}, Python {where['python']}, commit {where['commit']}\n")
     print(format_tables(rows))
     save(result)
@@ -212,6 +226,8 @@ def _report_failures(result: RunResult, directory: Path) -> int:
 def _checked(arguments: argparse.Namespace, directory: Path) -> tuple[RunSettings, WorkloadSettings]:
     if arguments.model not in WORKLOADS:
         load_function("model", arguments.model, WORKLOADS)
+    if arguments.tokens:
+        check_tokens(arguments.model)
     names = list(IMPLEMENTATIONS) if arguments.implementations == ["all"] else arguments.implementations
     for name in names:
         implementation_named(name)
@@ -233,6 +249,8 @@ def _checked(arguments: argparse.Namespace, directory: Path) -> tuple[RunSetting
         batch_size=arguments.batch_size,
         optimizer=arguments.optimizer,
         device=arguments.device,
+        clip=arguments.clip,
+        tokens=arguments.tokens,
     )
     return settings, workload
 
@@ -317,16 +335,18 @@ def _words(text: str) -> list[str]:
     return words
 
 
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a positive number")
+    return value
+
+
 def _capacities(text: str) -> list[float]:
-    values = []
-    for word in _words(text):
-        try:
-            values.append(float(word))
-        except ValueError:
-            values.append(0.0)
-        if not 0 < values[-1] < float("inf"):
-            raise argparse.ArgumentTypeError(f"{word} must be a positive number of MiB")
-    return values
+    return [_positive_float(word) for word in _words(text)]
 
 
 def _rate(word: str) -> Rate:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from ddp_compile import ddp_compile, shard_optimizer
@@ -31,6 +32,7 @@ from ddp_compile.algorithms import (
 )
 from ddp_compile.bench import torch_switches
 from ddp_compile.bench.functional_replicate import FunctionalReplicate
+from ddp_compile.bench.loss_scale import BlockingCount, CountedByModel, LossScale, OwnCount
 from ddp_compile.bench.settings import Case
 from ddp_compile.config import SplitMode
 from ddp_compile.optim import QAdam
@@ -45,15 +47,19 @@ class Implementation:
         forward: Called with a batch's inputs.
         no_sync: Context in which gradients accumulate locally.
         prepare_optimizers: Called with the optimizers of the model's parameters; returns the optimizers to step.
+        clip: Called with the model and the largest norm, before the optimizers step; nobody reads what it returns.
+        token_scale: Makes what turns losses that are summed over tokens into a mean.
     """
 
     forward: Callable[[Any], Any]
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare_optimizers: Callable[[list[Optimizer]], list[Optimizer]] = lambda optimizers: optimizers
+    clip: Callable[[Any, float], object] = lambda model, max_norm: clip_grad_norm_(model.parameters(), max_norm)
+    token_scale: Callable[[], LossScale] = BlockingCount
 
 
 def _local(model: nn.Module, case: Case) -> Implementation:
-    return Implementation(forward=torch.compile(model, mode=case.mode))
+    return Implementation(forward=torch.compile(model, mode=case.mode), token_scale=OwnCount)
 
 
 def _data_parallel(model: nn.Module, case: Case) -> DistributedDataParallel:
@@ -94,7 +100,12 @@ def _functional(model: nn.Module, case: Case) -> Implementation:
 
 def _ddp_compile(model: nn.Module, case: Case, **settings: Any) -> Implementation:
     replicated: Any = ddp_compile(model, bucket_cap_mb=case.bucket_cap_mb, mode=case.mode, **settings)
-    return Implementation(forward=replicated, no_sync=replicated.no_sync)
+    return Implementation(
+        forward=replicated,
+        no_sync=replicated.no_sync,
+        clip=lambda model, max_norm: model.clip_grad_norm_(max_norm),
+        token_scale=partial(CountedByModel, replicated.normalize_by),
+    )
 
 
 def _qadam(model: nn.Module, case: Case) -> Implementation:

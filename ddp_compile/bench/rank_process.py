@@ -81,11 +81,9 @@ class RankCase:
         return profile_step(self.target, trace)
 
     def loss(self) -> float:
-        """Mean over the ranks of the last step's loss."""
-        assert isinstance(self.target, Training) and self.target.loss is not None
-        loss = self.target.loss.detach().double()
-        dist.all_reduce(loss)
-        return loss.item() / dist.get_world_size()
+        """Mean over the ranks, or over their tokens, of the last step's loss."""
+        assert isinstance(self.target, Training)
+        return self.target.mean_loss()
 
     def peak_bytes(self) -> int:
         """The most bytes that were live at the same time in a step; see `peak_live_bytes`."""

@@ -21,7 +21,7 @@ from ddp_compile.bench.provenance import commit, processor
 from ddp_compile.bench.results import IDENTITY_COLUMNS, SUMMARY_COLUMNS, SummaryRow, identity
 from ddp_compile.bench.run import RunResult
 
-RUN_COLUMNS = ["model", "parameters", "world_size"]
+RUN_COLUMNS = ["model", "parameters", "world_size", "clip", "tokens"]
 PROVENANCE_COLUMNS = ["commit", "date", "ddp_compile", "torch", "python", "device", "machine"]
 
 #: The terminal's table: heading, column, format.

@@ -24,7 +24,7 @@ class CaseResult:
         rounds: For each link, for each round, the steps of the case's turn.
         sent_bytes: For each link, bytes that rank 0's interface sent for one step.
         profiles: For each link, a profiled step of rank 0.
-        loss: Mean over the ranks of the last step's loss.
+        loss: Mean over the ranks, or over their tokens, of the last step's loss.
         error: One line; None if nothing has failed.
         traceback: Of the rank that failed first.
     """

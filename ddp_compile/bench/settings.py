@@ -16,6 +16,8 @@ class WorkloadSettings:
         batch_size: Samples of one micro-batch on one rank; the model's own default when None.
         optimizer: A name of `ddp_compile.bench.training.OPTIMIZERS`.
         device: "cpu" or "cuda".
+        clip: Largest norm of all gradients, to which they are clipped before the optimizer; not clipped when None.
+        tokens: Sequences have uneven lengths, and gradients are the mean over the tokens of all ranks.
     """
 
     model: str
@@ -24,6 +26,8 @@ class WorkloadSettings:
     batch_size: int | None = None
     optimizer: str = "sgd"
     device: str = "cpu"
+    clip: float | None = None
+    tokens: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +83,9 @@ class StepRecord:
 
     Args:
         step_s: From the end of the step before to the end of this one.
-        forward_s: Forward passes of all micro-batches, with the loss.
+        forward_s: Forward passes of all micro-batches, with the loss, and before them a blocking count of tokens.
         backward_s: Backward passes, with the reductions that they wait for.
-        optimizer_s: ``step()`` and ``zero_grad()`` of all optimizers.
+        optimizer_s: Clipping, and ``step()`` and ``zero_grad()`` of all optimizers.
         cpu_s: CPU seconds of the process with all its threads.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ddp_compile.bench.implementations import Implementation
+from ddp_compile.bench.loss_scale import LossScale, num_tokens
 from ddp_compile.bench.settings import StepRecord, WorkloadSettings
 from ddp_compile.bench.workloads import Workload
 
@@ -61,13 +63,13 @@ class Steppable(Protocol):
 
 
 class Training:
-    """Forward, loss, backward and optimizers, as every implementation does them.
+    """Forward, loss, backward, clipping and optimizers, as every implementation does them.
 
     Args:
         implementation: The model, ready to train.
         model: The same model, for its parameters.
         workload: Its data and loss.
-        settings: Optimizers and device.
+        settings: Optimizers, device, clipping, and whether losses are summed over tokens.
         rank: Ranks train on different data.
         micro_batches: Micro-batches of one step.
     """
@@ -91,28 +93,46 @@ class Training:
         self.around_optimizers: Callable[[], AbstractContextManager[Any]] = (
             Float32NewtonSchulz if settings.optimizer == "muon" and settings.device == "cpu" else nullcontext
         )
+        self.counts_tokens = settings.tokens
+        self.loss_scale = implementation.token_scale() if settings.tokens else LossScale()
+        self.clip = (lambda: None) if settings.clip is None else partial(implementation.clip, model, settings.clip)
         self.num_steps = 0
         self.loss: Tensor | None = None
+        self.targets: Tensor | None = None  # of the same micro-batch, the last one
 
     def step(self) -> Marks:
         clock, implementation = self.clock, self.implementation
         forwards, backwards = [], []
         cpu_start = time.process_time()
+        first = self.num_steps * self.micro_batches
+        batches = [self.batches[(first + i) % NUM_BATCHES] for i in range(self.micro_batches)]
         start = clock.now()
-        for micro_batch in range(self.micro_batches):
-            inputs, targets = self.batches[(self.num_steps * self.micro_batches + micro_batch) % NUM_BATCHES]
+        self.loss_scale.begin_step([targets for _, targets in batches])
+        for micro_batch, (inputs, targets) in enumerate(batches):
             with implementation.no_sync() if micro_batch < self.micro_batches - 1 else nullcontext():
                 self.loss = self.loss_function(implementation.forward(inputs), targets)
+                scaled = self.loss_scale.scaled(self.loss, targets)
                 forwards.append(clock.now())
-                self.loss.backward()
+                scaled.backward()
                 backwards.append(clock.now())
+        self.clip()
         with self.around_optimizers():
             for optimizer in self.optimizers:
                 optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        self.targets = targets
         self.num_steps += 1
         return Marks(start, forwards, backwards, clock.now(), time.process_time() - cpu_start)
+
+    def mean_loss(self) -> float:
+        """The last micro-batch's loss: its mean over the ranks, or over their tokens. Called on every rank."""
+        assert self.loss is not None and self.targets is not None
+        count = num_tokens(self.targets) if self.counts_tokens else torch.ones_like(self.loss)
+        sums = torch.stack([self.loss.detach().double(), count.double()])
+        dist.all_reduce(sums)
+        loss, count = sums.tolist()
+        return loss / count
 
 
 class Communication:

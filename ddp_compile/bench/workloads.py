@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddp_compile.bench.loss_scale import PADDING
 from ddp_compile.bench.settings import WorkloadSettings
 from ddp_compile.validation.named_functions import load_function
 
@@ -19,7 +20,7 @@ class Workload(NamedTuple):
     Args:
         model: Called with the first result of ``make_batch``.
         make_batch: Makes inputs and targets on the CPU from a seeded generator.
-        loss: Scalar loss of the model's output and the targets.
+        loss: Scalar loss of the model's output and the targets: a mean, or with ``--tokens`` a sum over tokens.
     """
 
     model: nn.Module
@@ -174,6 +175,22 @@ def _make_cnn(sizes: Sizes) -> Workload:
     return Workload(CNN(sizes.depth, sizes.width), make_batch, F.cross_entropy)
 
 
+def _with_uneven_lengths(workload: Workload) -> Workload:
+    """A language model's workload with sequences of a quarter to the whole of its length, padded at their ends."""
+
+    def make_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        tokens, targets = workload.make_batch(generator)
+        batch_size, length = targets.shape
+        lengths = torch.randint(length // 4, length + 1, (batch_size, 1), generator=generator)
+        is_padding = torch.arange(length) >= lengths
+        return tokens.masked_fill(is_padding, 0), targets.masked_fill(is_padding, PADDING)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="sum")
+
+    return Workload(workload.model, make_batch, loss)
+
+
 #: Name of each model: how it is made, and its default sizes.
 WORKLOADS: dict[str, tuple[Callable[[Sizes], Workload], Sizes]] = {
     "mlp": (_make_mlp, Sizes(depth=8, width=1024, batch_size=64)),
@@ -182,18 +199,31 @@ WORKLOADS: dict[str, tuple[Callable[[Sizes], Workload], Sizes]] = {
     "cnn": (_make_cnn, Sizes(depth=8, width=32, batch_size=16)),
     "many-tiny": (_make_many_tiny, Sizes(depth=500, width=16, batch_size=16)),
 }
+LANGUAGE_MODELS = [name for name, (make, _) in WORKLOADS.items() if make is _make_gpt]
+
+
+def check_tokens(model: str) -> None:
+    """Raise a ValueError if a model has no sequences that could have uneven lengths."""
+    if model not in LANGUAGE_MODELS:
+        raise ValueError(
+            f"--tokens gives the sequences of a language model uneven lengths, and --model {model} is none; pass"
+            f" --model {' or '.join(LANGUAGE_MODELS)}, or leave --tokens out"
+        )
 
 
 def make_workload(settings: WorkloadSettings) -> Workload:
     """The workload with its model on the CPU; the same initial weights on every call.
 
     Raises:
-        ValueError: The model is not known.
+        ValueError: The model is not known, or has no sequences of ``settings.tokens``.
     """
     torch.manual_seed(0)
+    if settings.tokens:
+        check_tokens(settings.model)
     if settings.model not in WORKLOADS:
         # A user's function chooses the sizes itself.
         return Workload(*load_function("model", settings.model, WORKLOADS)())
     make, defaults = WORKLOADS[settings.model]
     chosen = {name: value for name in Sizes._fields if (value := getattr(settings, name)) is not None}
-    return make(defaults._replace(**chosen))
+    workload = make(defaults._replace(**chosen))
+    return _with_uneven_lengths(workload) if settings.tokens else workload

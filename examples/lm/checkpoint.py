@@ -22,7 +22,7 @@ class Progress:
 
     Args:
         step: Optimizer steps done.
-        losses: Training loss of each step in nats per byte, averaged over the ranks.
+        losses: Training loss of each step in nats per byte, averaged over the bytes of all ranks.
         held_out: Held-out loss in nats per byte by the step at which it was measured.
     """
 

@@ -38,7 +38,8 @@ class Contender:
     loss: Tensor | None = None
 
     def step(self, batch: Batch) -> None:
-        self.loss = next_byte_loss(self.model, *batch)
+        loss, count = next_byte_loss(self.model, *batch)
+        self.loss = loss / count
         self.loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()

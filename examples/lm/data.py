@@ -1,4 +1,4 @@
-"""Text that every machine has, the sources of Python's standard library, cut into windows and shared by the ranks."""
+"""Text that every machine has, the sources of Python's standard library, cut into samples and shared by the ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lm.model import PADDING
 
 Batch = tuple[Tensor, Tensor]
 
@@ -63,6 +66,36 @@ class ByteWindows(Dataset[Batch]):
         return window[:-1], window[1:]
 
 
+class ByteDocuments(Dataset[Batch]):
+    """A text as documents of uneven lengths, which are its blocks between blank lines. Each item is padded at its end.
+
+    Args:
+        text: uint8 tensor.
+        context: Length of an item; longer documents are cut off.
+    """
+
+    def __init__(self, text: Tensor, context: int) -> None:
+        blocks = text.numpy().tobytes().split(b"\n\n")
+        self.documents = [block[: context + 1] for block in blocks if len(block) > 1]  # a byte, and what follows it
+        self.context = context
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Tokens and targets, int64, ``(context,)`` each; targets after the document's end are PADDING."""
+        document = torch.tensor(list(self.documents[index]))
+        padding = (0, self.context + 1 - len(document))
+        return F.pad(document[:-1], padding), F.pad(document[1:], padding, value=PADDING)
+
+
+def load_samples(text_mb: float, context: int, padded: bool) -> tuple[Dataset[Batch], Dataset[Batch]]:
+    """Windows or padded documents to train on, and those of files that are held out."""
+    training, held_out = standard_library_text(int(text_mb * 1e6))
+    cut = ByteDocuments if padded else ByteWindows
+    return cut(training, context), cut(held_out, context)
+
+
 class SamplerState(TypedDict):
     epoch: int
     position: int
@@ -92,7 +125,7 @@ class ResumableSampler(DistributedSampler[Batch]):
 
 
 def training_batches(
-    windows: ByteWindows, sampler: ResumableSampler, batch_size: int, device: torch.device
+    samples: Dataset[Batch], sampler: ResumableSampler, batch_size: int, device: torch.device
 ) -> Iterator[Batch]:
     """This rank's training batches without end, in a new order each epoch.
 
@@ -102,9 +135,9 @@ def training_batches(
     Yields:
         Tokens and targets on ``device``, int64, ``(batch_size, context)`` each.
     """
-    loader = DataLoader(windows, batch_size, sampler=sampler, drop_last=True, pin_memory=device.type == "cuda")
+    loader = DataLoader(samples, batch_size, sampler=sampler, drop_last=True, pin_memory=device.type == "cuda")
     if len(sampler) < batch_size:
-        raise ValueError(f"the text gives each rank {len(sampler)} windows, which is less than one batch")
+        raise ValueError(f"the text gives each rank {len(sampler)} samples, which is less than one batch")
     while True:
         for batch in loader:
             sampler.position += batch_size
@@ -112,16 +145,16 @@ def training_batches(
         sampler.next_epoch()
 
 
-def held_out_batches(windows: ByteWindows, batch_size: int, count: int, device: torch.device) -> Iterator[Batch]:
+def held_out_batches(samples: Dataset[Batch], batch_size: int, count: int, device: torch.device) -> Iterator[Batch]:
     """``count`` batches of this rank, spread over a text, always the same ones.
 
     Yields:
         Tokens and targets on ``device``, int64, ``(batch_size, context)`` each.
     """
-    sampler: DistributedSampler[Batch] = DistributedSampler(windows, seed=0, drop_last=True)
+    sampler: DistributedSampler[Batch] = DistributedSampler(samples, seed=0, drop_last=True)
     if len(sampler) < batch_size * count:
-        raise ValueError(f"the held-out text gives each rank {len(sampler)} windows, not {count} batches")
-    for batch in islice(DataLoader(windows, batch_size, sampler=sampler), count):
+        raise ValueError(f"the held-out text gives each rank {len(sampler)} samples, not {count} batches")
+    for batch in islice(DataLoader(samples, batch_size, sampler=sampler), count):
         yield to_device(batch, device)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY = 256  # every value of a byte
+PADDING = -100  # a target that does not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +108,14 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte (scalar); ``ln 256 = 5.55`` is the loss of guessing.
+def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats, and how many bytes it is the sum over (scalars); guessing costs ``ln 256 = 5.55`` a byte.
 
     Args:
         model: A `GPT`.
         tokens: Bytes as int64, ``(batch, length)``.
-        targets: The byte that follows each of them, int64, ``(batch, length)``.
+        targets: The byte that follows each of them or PADDING, int64, ``(batch, length)``.
     """
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    logits = model(tokens).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=PADDING, reduction="sum")
+    return loss, (targets != PADDING).sum()

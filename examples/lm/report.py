@@ -27,7 +27,7 @@ class TrainingLog:
     Args:
         progress: Receives the losses.
         steps: Steps of the whole run.
-        tokens_per_step: Tokens that all ranks together train on in a step.
+        tokens_per_step: Tokens that all ranks together compute in a step, padding included.
         world: The ranks over which losses are averaged.
     """
 
@@ -54,15 +54,16 @@ class TrainingLog:
     ) -> None:
         self.bar.close()
 
-    def add(self, loss: Tensor) -> None:
-        """Count a step with this rank's ``loss`` (scalar)."""
-        self.pending.append(loss)
+    def add(self, totals: Tensor) -> None:
+        """Count a step with this rank's summed loss and its number of bytes, ``(2,)``."""
+        self.pending.append(totals)
         self.progress.step += 1
         self.bar.update()
 
     def flush(self) -> None:
-        """Average the losses since the last flush over the ranks. Every rank has to call it."""
-        self.progress.losses += self.world.mean(torch.stack(self.pending)).tolist()
+        """Average the losses since the last flush over the bytes of all ranks. Every rank has to call it."""
+        losses, counts = self.world.mean(torch.stack(self.pending)).unbind(1)
+        self.progress.losses += (losses / counts).tolist()
         self.seconds_per_step.append((time.perf_counter() - self.clock) / len(self.pending))
         self.pending.clear()
         self.clock = time.perf_counter()

@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     [
         [],
         ["--only-steps", "--output", "a folder", "--model", "my.module:model", "--depth", "3"],
-        ["--link", "simulated:1gbit,simulated:2.5gbit", "--simulated-ranks", "2"],
+        ["--link", "simulated:1gbit,simulated:2.5gbit", "--simulated-ranks", "2", "--clip", "1", "--tokens"],
         ["--link", "2.5gbit,none", "--bucket-cap-mb", "0.1,25", "--implementations", "all", "--ranks", "4"],
     ],
 )

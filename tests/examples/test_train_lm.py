@@ -31,13 +31,13 @@ def be_a_rank(arguments: list[str]) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def run_ranks(out_dir: Path, *arguments: str | Path) -> str:
-    """Run the example on two CPU ranks; returns what rank 0 printed.
+def run_ranks(out_dir: Path, *arguments: str | Path, num_ranks: int = 2) -> str:
+    """Run the example on CPU ranks; returns what rank 0 printed.
 
     Without a launcher: ranks are copies of a process that has imported torch, which takes seconds.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "LOCAL_WORLD_SIZE": "2"}
     # Started by a launcher, whose store is the one above.
     environment |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -47,8 +47,8 @@ def run_ranks(out_dir: Path, *arguments: str | Path) -> str:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         return run_in_copy(be_a_rank, command, environment=environment | own, timeout_s=120)
 
-    with ThreadPoolExecutor(2) as threads:
-        ended = list(threads.map(run_rank, range(2)))
+    with ThreadPoolExecutor(num_ranks) as threads:
+        ended = list(threads.map(run_rank, range(num_ranks)))
     for done in ended:
         assert done.exit_code == 0, done.stdout + done.stderr
     return ended[0].stdout
@@ -113,11 +113,27 @@ def test_sharded_muon_trains_and_resumes(tmp_path: Path) -> None:
         assert continued["held_out"] == pytest.approx(straight["held_out"], rel=tolerance, abs=0)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_padded_trains_what_one_process_trains(tmp_path: Path) -> None:
+    def losses(num_ranks: int, average: str) -> list[float]:
+        out_dir = tmp_path / f"{num_ranks}_{average}"
+        batch = ["--padded", "--context", "128", "--average", average, "--batch-size", str(4 // num_ranks)]
+        run_ranks(out_dir, *RUN, *batch, num_ranks=num_ranks)
+        found = read_losses(out_dir)
+        return [*found["losses"], *found["held_out"].values()]
+
+    alone = losses(1, "tokens")
+    assert losses(2, "tokens") == pytest.approx(alone, rel=1e-5)
+    assert losses(2, "ranks") != pytest.approx(alone, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--algorithm", "qadam", "--optimizer", "muon"], "leave out --optimizer muon"),
         (["--algorithm", "byte-grad", "--sharded"], "leave out --algorithm byte-grad"),
+        (["--compare", "--average", "tokens"], "leave out --average tokens"),
     ],
 )
 def test_options_that_exclude_each_other(
