@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_compile import torch_internals
+from ddp_compile.errors import ReductionError
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
@@ -226,7 +227,7 @@ class LaunchQueue:
     def _launch(self, bucket: Bucket, is_last: bool) -> None:
         """The one place that hands a bucket to the algorithm, which may wait for the previous bucket."""
         profiled = f"ddp_compile::bucket_{bucket.spec.index}_launch"
-        with Exchange(partial(error_messages.reduction_failed, bucket.describe()), self._monitor, profiled=profiled):
+        with Exchange(partial(_reduction_failed, bucket), self._monitor, profiled=profiled):
             if is_last:
                 is_shared = self.algorithm.shares_process_group
                 self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name, is_shared)
@@ -254,7 +255,7 @@ class LaunchQueue:
         for bucket in under_way:
             index = bucket.spec.index
             with Exchange(
-                partial(error_messages.reduction_failed, bucket.describe()),
+                partial(_reduction_failed, bucket),
                 self._monitor,
                 where=f", bucket {index}",
                 profiled=f"ddp_compile::bucket_{index}_wait",
@@ -295,6 +296,10 @@ class LaunchQueue:
             if self.algorithm.step_watch is not None:
                 self.algorithm.step_watch.iteration_ends()
             self.algorithm.after_backward()
+
+
+def _reduction_failed(bucket: Bucket, error: RuntimeError) -> ReductionError:
+    return error_messages.reduction_failed(bucket.describe(), error)
 
 
 def _nothing(*_: object) -> None:
