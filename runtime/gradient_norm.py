@@ -11,7 +11,7 @@ of both. A write through ``.data`` has a version of its own and is not seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,10 +41,17 @@ class GradientNorm:
             self._order = None
             self._measured = {}
 
-    def bucket_is_reduced(self, bucket: Bucket) -> None:
-        """A bucket has been waited for, and its gradients are about to be handed over."""
-        if self._order is not None and bucket.spec.num_bytes and (version := bucket.version) is not None:
-            self._measured[bucket] = version, _norm(bucket.flat, self._order)
+    def bucket_is_reduced(self, bucket: Bucket) -> bool:
+        """A bucket has been waited for, and its gradients are about to be handed over; returns whether it was read."""
+        if self._order is None or not bucket.spec.num_bytes or (version := bucket.version) is None:
+            return False
+        self._measured[bucket] = version, _norm(bucket.flat, self._order)
+        return True
+
+    def explain(self) -> Iterator[str]:
+        """Lines for ``model.explain()``."""
+        if self._order is not None:
+            yield "model.clip_grad_norm_() has the norm of a bucket computed while later buckets are on the wire"
 
     @torch.no_grad()
     def clip(self, rest: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:

@@ -50,9 +50,9 @@ class LaunchQueue:
         self._undefined = undefined
         self._normalizer = normalizer
         #: Called when no bucket of the iteration is left to launch.
-        self.on_all_launched: Callable[[], None] = _nothing
+        self.on_all_launched: Callable[[], object] = _nothing
         #: Called with each bucket when it has been waited for, and others may still be under way.
-        self.on_reduced: Callable[[Bucket], None] = _nothing
+        self.on_reduced: Callable[[Bucket], bool] = _nothing  # returns whether it has read the bucket
         self.records: NoRecords = NO_RECORDS  #: of the model's steps
         self._monitor = monitor
         self.world_size = world_size
@@ -263,7 +263,9 @@ class LaunchQueue:
                 transfer=("reduce", index),
             ):
                 bucket.wait()
-            self.on_reduced(bucket)
+            since = self.records.block_begins()
+            if self.on_reduced(bucket):
+                self.records.norm_is_known(since)
 
     def finish(self, untouched: Set[int]) -> None:
         """Wait for the launched buckets, and make every ``.grad`` the reduced gradient.
@@ -302,5 +304,5 @@ def _reduction_failed(bucket: Bucket, error: RuntimeError) -> ReductionError:
     return error_messages.reduction_failed(bucket.describe(), error)
 
 
-def _nothing(*_: object) -> None:
-    return None
+def _nothing(*_: object) -> bool:
+    return False

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -142,6 +142,11 @@ class Normalizer:
                 f" shape () on {self._device}"
             )
         return loss.detach()
+
+    def explain(self) -> Iterator[str]:
+        """Lines for ``model.explain()``."""
+        if self._is_agreed:
+            yield "model.normalize_by() divides gradients by the counts of all ranks; each step has a message of them"
 
     # The reducer says what happens.
 
@@ -295,7 +300,9 @@ class Normalizer:
     def _receive(self, records: NoRecords) -> None:
         if self._work is not None:
             with self._exchange(records):
+                since = records.block_begins()
                 self._work.wait()
+                records.counts_have_come(since)
             self._work, self._received = None, streams.record(self._device)
         elif self._received is not None:  # on another stream, perhaps, by a user who has read the mean loss
             self._received.wait()

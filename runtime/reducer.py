@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -95,6 +95,11 @@ class Reducer(Step):
         if total is None:
             total = self._norm.clip(rest, max_norm, norm_type, error_if_nonfinite)
         return total
+
+    def explain_averaging(self) -> Iterator[str]:
+        """Lines about ``normalize_by`` and ``clip_grad_norm_`` for ``model.explain()``."""
+        yield from self.normalizer.explain()
+        yield from self._norm.explain()
 
     # Settings.
 

@@ -53,6 +53,7 @@ def explain(state: ReplicateState, plan: BucketPlan, of_hooks: Mapping[int, str]
         in_no_graph=_in_no_graph(state, plan),
         breaks=tuple(_breaks(state.breaks)),
         sharding=tuple(state.reducer.algorithm.sharding.explain()),
+        averaging=tuple(state.reducer.explain_averaging()),
         failures=tuple(Failure(*failure) for failure in state.compiler.failures),
     )
 

@@ -187,6 +187,7 @@ class Explanation:
         in_no_graph: Indices of the buckets that no graph uses, if anything is compiled.
         breaks: The graph breaks that made Dynamo leave code to Python.
         sharding: Lines about a sharded optimizer.
+        averaging: Lines about ``normalize_by`` and ``clip_grad_norm_``, if they are called.
         failures: What could not be compiled.
     """
 
@@ -201,6 +202,7 @@ class Explanation:
     in_no_graph: tuple[int, ...]
     breaks: tuple[Break, ...]
     sharding: tuple[str, ...]
+    averaging: tuple[str, ...]
     failures: tuple[Failure, ...]
 
     def __str__(self) -> str:
@@ -223,6 +225,7 @@ class Explanation:
             )
         yield from map(str, self.breaks)
         yield from self.sharding
+        yield from self.averaging
         yield from (f"{failure.graph} runs eagerly: {failure.error}" for failure in self.failures)
 
     def _launch_lines(self) -> Iterator[str]:

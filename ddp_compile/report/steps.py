@@ -75,6 +75,9 @@ class RankStep:
         ended: When all gradients had been handed over.
         transfers: In the order of their launches.
         drained_s: How long it waited for the algorithm as a whole, rather than for one of the transfers.
+        counts_s: The part of ``drained_s`` for the counts of ``normalize_by``.
+        norm_s: How long it computed norms of buckets for ``clip_grad_norm_``, after the first call of that.
+        norm_hidden_s: The part of ``norm_s`` while other buckets were on the wire.
     """
 
     rank: int
@@ -83,6 +86,9 @@ class RankStep:
     ended: float
     transfers: tuple[Transfer, ...]
     drained_s: float = 0.0
+    counts_s: float = 0.0
+    norm_s: float = 0.0
+    norm_hidden_s: float = 0.0
 
     @property
     def exposed_s(self) -> float:
@@ -287,6 +293,11 @@ class Step:
                 places.append(f"{format_ms(self.drained_s)} outside of buckets")
             where = f" ({', '.join(places)})" if places else ""
             parts.append(f"exposed {format_ms(self.exposed_s)}{where}")
+        if (of_counts_s := max(rank.counts_s for rank in self.ranks)) >= least_s:
+            parts.append(f"of that {format_ms(of_counts_s)} for counts")
+        if (norm_s := max(rank.norm_s for rank in self.ranks)) >= least_s:
+            hidden_s = min(rank.norm_hidden_s for rank in self.ranks)
+            parts.append(f"norms {format_ms(norm_s)} ({format_ms(hidden_s)} hidden)")
         rank, late_s = self.latest
         if late_s >= least_s:
             parts.append(f"rank {rank} late by {format_ms(late_s)}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from contextlib import nullcontext
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import AsyncModelAverage, ByteGrad, GradientAllReduce, LocalSGD
-from ddp_compile.errors import RanksDifferError, ReplicationError
+from ddp_compile.errors import GradientArrivalError, RanksDifferError, ReplicationError
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import Step
 
@@ -240,18 +240,48 @@ def test_ends_of_hooks_and_chains() -> None:
 
 @on_ranks(2)
 @eagerly
+def test_counts_and_norms_are_measured() -> None:
+    model = replicate()
+    measurement = None
+    for step in range(4):
+        if step == 2:
+            measurement = model.measure(steps=2)
+        loss = loss_of(model(torch.randn(6, 33)))
+        model.normalize_by(6)
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        model.zero_grad()
+    assert measurement is not None
+    for each in measurement.report().steps:
+        for rank in each.ranks:
+            assert 0 < rank.counts_s <= rank.drained_s
+            assert 0 <= rank.norm_hidden_s <= rank.norm_s and rank.norm_s > 0
+    normalizes, clips = model.explain().averaging
+    assert "normalize_by() divides" in normalizes and "clip_grad_norm_() has the norm" in clips
+    assert normalizes in str(model.explain())
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.branch = nn.Linear(33, 33), nn.Linear(33, 33)
+
+    def forward(self, x: torch.Tensor, takes_branch: bool = False) -> torch.Tensor:
+        x = self.body(x)
+        return self.branch(x) if takes_branch else x
+
+
+@on_ranks(2)
+@eagerly
 def test_step_that_raises() -> None:
-    model = trained()
+    settings = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.004}
+    model: Any = ddp_compile(Branches(), **settings)
+    for _ in range(2):
+        model(torch.randn(6, 33)).sum().backward()
     measurement = model.measure(steps=3)
     for number in range(3):
-        loss = loss_of(model(torch.randn(6, 33)))
-        if number == 1:
-            hook = next(model.parameters()).register_hook(Mock(side_effect=RuntimeError("no gradient")))
-            with pytest.raises(RuntimeError, match="no gradient"):
-                loss.backward()
-            hook.remove()
-            model.zero_grad()
-        else:
+        loss = model(torch.randn(6, 33), takes_branch=number == 1).sum()
+        with pytest.raises(GradientArrivalError) if number == 1 else nullcontext():
             loss.backward()
     assert [step.number for step in measurement.report().steps] == [3, 5]
 

@@ -104,5 +104,6 @@ graph 0: 2 buckets, 2 partitions
  'in_no_graph': [],
  'breaks': [],
  'sharding': [],
+ 'averaging': [],
  'failures': []}""",
     )

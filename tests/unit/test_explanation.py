@@ -51,6 +51,7 @@ def explanation() -> Explanation:
         in_no_graph=(2,),
         breaks=(Break("the first graph break", HOSTILE, LINE),),
         sharding=(HOSTILE,),
+        averaging=(HOSTILE,),
         failures=(Failure(HOSTILE, HOSTILE),),
     )
 
