@@ -118,6 +118,12 @@ def _add_surroundings(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="ranks that a simulated link pretends to have (default: %(default)s)",
     )
+    parser.add_argument(
+        "--simulated-latency-ms",
+        type=_positive_float,
+        default=0.05,
+        help="of each collective of a simulated link (default: %(default)s)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument(
         "--rounds", type=_positive, default=12, help="turns of each implementation on each link (default: %(default)s)"
@@ -277,6 +283,7 @@ def _link_and_world(
             workload=workload,
             simulated_bits_per_second=rates[0].bits_per_second,
             simulated_world_size=arguments.simulated_ranks,
+            simulated_latency_s=arguments.simulated_latency_ms / 1000,
         )
     if arguments.device == "cuda":
         return FixedLink("none"), WorldSettings(world_size=arguments.ranks or 1, workload=workload)

@@ -15,7 +15,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from ddp_compile.bench.workloads import make_workload
 from ddp_compile.config import caps_from_mib
 from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.spec import GradientSpec
+
+if TYPE_CHECKING:
+    from ddp_compile.bench.simulated_link import LinkModel
 
 GROUP_TIMEOUT_S = 300
 NUM_WARMUP_STEPS = 4
@@ -96,9 +99,9 @@ class RankCase:
 
     def set_simulated_rate(self, bits_per_second: float) -> None:
         """Change the rate of the simulated link."""
-        from ddp_compile.bench.simulated_link import LinkModel, set_link_model
+        from ddp_compile.bench.simulated_link import set_link_model
 
-        set_link_model(LinkModel.from_rate(bits_per_second, self.context.simulated_world_size))
+        set_link_model(_link_model(bits_per_second, self.context))
 
     def _build(self) -> Steppable:
         context = self.context
@@ -163,9 +166,9 @@ def _join_process_group(context: RankContext) -> None:
     if context.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = context.interface
     if context.simulated_bits_per_second is not None:
-        from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group
+        from ddp_compile.bench.simulated_link import init_simulated_process_group
 
-        model = LinkModel.from_rate(context.simulated_bits_per_second, context.simulated_world_size)
+        model = _link_model(context.simulated_bits_per_second, context)
         init_simulated_process_group(model, torch.device(context.workload.device))
         return
     dist.init_process_group(
@@ -175,6 +178,12 @@ def _join_process_group(context: RankContext) -> None:
         world_size=context.world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
+
+
+def _link_model(bits_per_second: float, context: RankContext) -> LinkModel:
+    from ddp_compile.bench.simulated_link import LinkModel
+
+    return LinkModel.from_rate(bits_per_second, context.simulated_world_size, context.simulated_latency_s)
 
 
 def _failure(error: Exception) -> Failure:

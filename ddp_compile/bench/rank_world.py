@@ -60,6 +60,7 @@ class WorldSettings:
         link: Namespaces of the ranks; loopback, or whatever the process group chooses, when None.
         simulated_bits_per_second: Rate of a simulated link, with one real rank; None for a real process group.
         simulated_world_size: Ranks that the simulated link pretends to have.
+        simulated_latency_s: Of each collective of a simulated link.
     """
 
     world_size: int
@@ -67,6 +68,7 @@ class WorldSettings:
     link: NamespacedLink | None = None
     simulated_bits_per_second: float | None = None
     simulated_world_size: int = 8
+    simulated_latency_s: float = 50e-6
 
     @property
     def num_communicating_ranks(self) -> int:
@@ -127,6 +129,7 @@ class RankWorld:
                 cache_dir=str(caches / f"rank_{rank}"),
                 simulated_bits_per_second=self.settings.simulated_bits_per_second,
                 simulated_world_size=self.settings.simulated_world_size,
+                simulated_latency_s=self.settings.simulated_latency_s,
             )
             processes.append(self._start_process(rank, context))
         running = RunningCase(case, processes, self, caches)

@@ -64,6 +64,7 @@ class RankContext:
         cache_dir: Compile caches of this rank and case.
         simulated_bits_per_second: Rate of a simulated link; the real process group is used when None.
         simulated_world_size: Number of ranks that the simulated link has.
+        simulated_latency_s: Of each of its collectives.
     """
 
     case: Case
@@ -75,6 +76,7 @@ class RankContext:
     cache_dir: str
     simulated_bits_per_second: float | None = None
     simulated_world_size: int = 8
+    simulated_latency_s: float = 50e-6
 
 
 @dataclass(frozen=True, slots=True)
