@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -233,3 +234,8 @@ def test_positional_argument() -> None:
     said = "[0] is in the position of DistributedDataParallel's device_ids: move the module to its device first"
     with pytest.raises(TypeError, match=re.escape(said)):
         ddp_compile(nn.Linear(3, 3), [0])
+
+
+def test_module_that_is_gone() -> None:
+    with pytest.raises(ImportError, match=r"comm_hooks is gone: .*algorithm=GradientAllReduce\(wire_dtype"):
+        importlib.import_module("ddp_compile.comm_hooks")
