@@ -273,13 +273,11 @@ def test_abort_of_one_rank(ranks: Ranks) -> None:
 ENDING = Path(__file__).with_name("ends_while_averaging.py")
 ENDED = "rank 1 has reached the end of its process"
 #: How rank 1 ends, rank 0's error, and rank 1's exit code, which is SIGTERM's if it did not end itself.
-HOW = {
-    "exit": (ENDED, 1),
+HOW = {"exit": (ENDED, 1)}
+LONG_HOW = {
     "blocked": (ENDED, -15),  # another exit function takes long
     "child": (ENDED, 1),  # of multiprocessing, which skips atexit
     "leave": ("rank 1 has left the averaging after an error", -15),
-}
-LONG_HOW = {
     "end": (ENDED, 0),  # the last line of its script
     "let_go": ("rank 1 has freed its model", -15),
 }

@@ -89,6 +89,7 @@ def test_resumes_exactly(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_sharded_muon_trains_and_resumes(tmp_path: Path) -> None:
     muon = [*RUN, "--optimizer", "muon"]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from in_ci import only
 from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -160,7 +161,10 @@ def train(way: Way, steps: int = STEPS) -> Trained:
     return Trained(worst, losses)
 
 
-@pytest.mark.parametrize("name", WAYS)
+IN_CI = ["forward", "backward, accumulation", "comm hook", "byte_grad", "sharded", "muon, sharded", "grad_scaler"]
+
+
+@pytest.mark.parametrize("name", only(IN_CI, WAYS))
 @on_ranks(2)
 def test_equals_one_process(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -172,7 +176,7 @@ def test_equals_one_process(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["backward, accumulation", "sharded"])
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", only([3], [1, 3, 4]))
 @on_ranks()
 def test_other_numbers_of_ranks(world_size: int, name: str) -> None:
     assert train(WAYS[name]).worst < 1e-12

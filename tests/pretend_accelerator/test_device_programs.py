@@ -18,14 +18,9 @@ HARDEST = "side stream, device not set"
 # Of the others, one of these uses the same streams, or tests/races has them in CI.
 IN_CI = [
     "forward split",
-    "regions",
     "normalized",
     "grad scaler",
-    "DiLoCo",
-    "asynchronous average",
-    "sharded",
     "sharded, read on another stream",
-    "sharded Muon",
     "inductor, regions",
     "without DLPack",
     "steady, sharded",

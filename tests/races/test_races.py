@@ -20,8 +20,14 @@ def count_host_waits(name: str, roles: str) -> Outcome:
     return perform(STEADY_PROGRAMS[name], ROLES[roles])
 
 
+IN_CI = [
+    "backward split", "graph break", "accumulation", "normalized", "normalized, sharded", "clipped", "late gradients",
+    "join", "bf16 hook", "hierarchical, two nodes", "QAdam", "DiLoCo", "sharded", "sharded, whole parameters",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("roles", only(["distinct"], ROLES))
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", only(IN_CI, PROGRAMS))
 def test_everything_that_is_written_is_waited_for(ranks: Ranks, name: str, roles: str) -> None:
     for outcome, without_streams in ranks(2).run(perform_by_name, name, roles):
         assert not outcome.races, "\n".join(outcome.races)
