@@ -170,7 +170,7 @@ def plain_function(case: Case) -> Way:
     return lambda bucket: kernels.unflatten(bucket.flat, bucket.tensors)
 
 
-def with_plan(case: Case, with_stats: bool = False) -> Way:
+def with_plan(case: Case) -> Way:
     """FlattenPlan, made once for each bucket, as the reducer does."""
     plans: dict[int, kernels.FlattenPlan] = {}
 
@@ -181,8 +181,8 @@ def with_plan(case: Case, with_stats: bool = False) -> Way:
         return plans[key]
 
     if case.to_flat:
-        return lambda bucket: plan_of(bucket).flatten(bucket.tensors, SCALE, with_stats=with_stats)
-    return lambda bucket: plan_of(bucket).unflatten(bucket.tensors, with_stats=with_stats)
+        return lambda bucket: plan_of(bucket).flatten(bucket.tensors, SCALE)
+    return lambda bucket: plan_of(bucket).unflatten(bucket.tensors)
 
 
 def plain_copy(case: Case) -> Way:
@@ -205,7 +205,7 @@ def plain_copy(case: Case) -> Way:
 
 
 LIMIT = "plain copy"
-OURS = ("FlattenPlan", "FlattenPlan with stats", "plain function")
+OURS = ("FlattenPlan", "plain function")
 #: Tensors in one launch of torch's kernels for lists; the ways that are not here have a launch for each.
 TENSORS_OF_A_LAUNCH = {"foreach (DDP batched)": 64, "cat + mul_": 64}
 
@@ -214,7 +214,6 @@ def ways_of(case: Case) -> dict[str, Way]:
     ways = {
         LIMIT: plain_copy(case),
         "FlattenPlan": with_plan(case),
-        "FlattenPlan with stats": with_plan(case, with_stats=True),
         "plain function": plain_function(case),
         "per tensor (DDP)": per_tensor(case),
         "foreach (DDP batched)": foreach(case),

@@ -1,7 +1,7 @@
 """Kernels that move gradients between parameters and flat buffers, and compress them; see docs/kernels.md."""
 
 from ddp_compile.kernels.executors import KernelStatus, status
-from ddp_compile.kernels.flatten_plan import FlattenPlan, FlattenStats
+from ddp_compile.kernels.flatten_plan import FlattenPlan
 from ddp_compile.kernels.ops import (
     average_into,
     flatten_scale,
@@ -12,7 +12,6 @@ from ddp_compile.kernels.ops import (
 
 __all__ = [
     "FlattenPlan",
-    "FlattenStats",
     "KernelStatus",
     "average_into",
     "flatten_scale",

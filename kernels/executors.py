@@ -41,13 +41,12 @@ class FlattenExecutor(Protocol):
                 outside its place or, if the tensors are ``written``, with another tensor.
         """
 
-    def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor, stats: Tensor | None) -> None:
+    def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor) -> None:
         """Move the tensors that were read last.
 
         Args:
             to_flat: Whether to write the flat buffer, or the tensors.
             scale: As for `FlattenPlan.flatten`.
-            stats: If given, 16 bytes on the device of ``flat`` for a float64 sum of squares and a bool non-finite flag.
         """
 
 
@@ -64,9 +63,8 @@ class ReferenceExecutor:
         layout.check_tensors(tensors, self._shapes, flat)
         return range(len(tensors))
 
-    def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor, stats: Tensor | None) -> None:
-        if stats is not None:
-            stats.zero_()
+    def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor) -> None:
+        """`read` has left them all to the reference."""
 
 
 class KernelStatus(NamedTuple):

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ddp_compile.kernels.contract import layout, reference
 from ddp_compile.kernels.executors import executor_for
-
-# sizeof(Stats) in native/csrc/formats.h and in the device code: a float64, a bool, padding.
-_STATS_BYTES = 16
-
-
-class FlattenStats(NamedTuple):
-    """Statistics of the written values, on the device of the flat buffer, so that the host does not wait.
-
-    Args:
-        sum_of_squares: The sum over the scaled values before they were rounded to the destination's dtype; float64,
-            shape ().
-        non_finite: Whether a written value is infinite or NaN; bool, shape ().
-    """
-
-    sum_of_squares: Tensor
-    non_finite: Tensor
 
 
 class FlattenPlan:
@@ -77,69 +59,53 @@ class FlattenPlan:
         """One view into ``flat`` for each tensor, of the tensor's shape, and of its strides if these leave no gaps."""
         return self._views if self._views is not None else self._make_views()
 
-    def flatten(
-        self, tensors: Sequence[Tensor], scale: float | Tensor, *, with_stats: bool = False
-    ) -> FlattenStats | None:
+    def flatten(self, tensors: Sequence[Tensor], scale: float | Tensor) -> None:
         """Write each tensor times ``scale`` to its place. A tensor that is already there is scaled in place.
 
         Args:
             tensors: One for each view, of its shape, on its device, of any floating dtype.
             scale: Factor for every element. A float64 tensor of shape () on the device of ``flat`` is read by the
                 kernels, without a wait of the host.
-            with_stats: Whether to return `FlattenStats`.
 
         Raises:
             ValueError: A tensor has another shape or device, is not floating, or shares memory with ``flat`` outside
                 its place. Then ``flat`` is unchanged.
         """
-        return self._move(tuple(tensors), scale, with_stats, to_flat=True)
+        self._move(tuple(tensors), scale, to_flat=True)
 
-    def unflatten(
-        self, tensors: Sequence[Tensor], scale: float = 1.0, *, with_stats: bool = False
-    ) -> FlattenStats | None:
+    def unflatten(self, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
         """Write each tensor's place in the flat buffer, times ``scale``, to the tensor.
 
         Args:
             tensors: As for `flatten`.
             scale: Factor for every element.
-            with_stats: Whether to return `FlattenStats`.
 
         Raises:
             ValueError: Like `flatten`, or two tensors share memory. Then no tensor is changed.
         """
-        return self._move(tuple(tensors), scale, with_stats, to_flat=False)
+        self._move(tuple(tensors), scale, to_flat=False)
 
-    def _move(
-        self, tensors: tuple[Tensor, ...], scale: float | Tensor, with_stats: bool, to_flat: bool
-    ) -> FlattenStats | None:
+    def _move(self, tensors: tuple[Tensor, ...], scale: float | Tensor, to_flat: bool) -> None:
         self._check_flat()
-        stats = torch.empty(_STATS_BYTES, dtype=torch.uint8, device=self.flat.device) if with_stats else None
         with self._lock:
             others = self._executor.read(tensors, self.flat, written=not to_flat)
             # torch may refuse the others, so they come first, before anything is written.
-            of_others = self._move_others(others, tensors, scale, with_stats, to_flat) if others else None
-            self._executor.move(self.flat, to_flat, scale, stats)
+            if others:
+                self._move_others(others, tensors, scale, to_flat)
+            self._executor.move(self.flat, to_flat, scale)
         # torch has counted what it has written itself.
         increment_version([self.flat] if to_flat else [t for i, t in enumerate(tensors) if i not in others])
-        if stats is None:
-            return None
-        result = FlattenStats(stats[:8].view(torch.float64)[0], stats[8:9].view(torch.bool)[0])
-        if of_others is None:
-            return result
-        return FlattenStats(result.sum_of_squares + of_others[0], result.non_finite | of_others[1])
 
     def _move_others(
-        self, others: Sequence[int], tensors: tuple[Tensor, ...], scale: float | Tensor, with_stats: bool, to_flat: bool
-    ) -> tuple[Tensor, Tensor] | None:
+        self, others: Sequence[int], tensors: tuple[Tensor, ...], scale: float | Tensor, to_flat: bool
+    ) -> None:
         for i in others:
             layout.check_tensor(i, tensors[i], self.views[i].shape, self.flat)
         # `read` has checked the pairs in which a kernel moves at least one tensor.
         layout.check_memory(tensors, self.views, self.flat, written=not to_flat, indices=others)
         places, moved = [self.views[i] for i in others], [tensors[i] for i in others]
         sources, destinations = (moved, places) if to_flat else (places, moved)
-        stats = reference.stats_of(sources, destinations, scale) if with_stats else None
         reference.scale_into(sources, destinations, scale)
-        return stats
 
     def _check_flat(self) -> None:
         flat, alias = self.flat, self._alias

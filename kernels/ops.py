@@ -6,7 +6,6 @@ much. The operators have no gradients, and have one implementation for all devic
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,19 +13,14 @@ from torch import Tensor
 
 from ddp_compile.kernels import codec
 from ddp_compile.kernels.contract import layout
-from ddp_compile.kernels.flatten_plan import FlattenPlan, FlattenStats
+from ddp_compile.kernels.flatten_plan import FlattenPlan
 
 _LIBRARY = torch.library.Library("ddp_compile", "DEF")
 
 
 def flatten_scale(
-    tensors: Sequence[Tensor],
-    flat: Tensor,
-    scale: float,
-    *,
-    offsets: Sequence[int] | None = None,
-    with_stats: bool = False,
-) -> FlattenStats | None:
+    tensors: Sequence[Tensor], flat: Tensor, scale: float, *, offsets: Sequence[int] | None = None
+) -> None:
     """Write ``tensors * scale`` to ``flat``, cast to its dtype.
 
     Products are computed in float32 (float64 if a tensor is) and rounded once, to nearest even. If some order of a
@@ -37,36 +31,21 @@ def flatten_scale(
         flat: One-dimensional contiguous buffer of a floating dtype. Gaps between the tensors are not written.
         scale: Factor for every element.
         offsets: Where each tensor starts, in elements of ``flat``; packed without gaps when None.
-        with_stats: Whether to compute the sum of squares and to look for non-finite values in the same pass.
-
-    Returns:
-        With ``with_stats``, `FlattenStats`; else None.
 
     Raises:
         ValueError: Shapes, devices, dtypes or offsets do not fit, or memory is shared. Then ``flat`` is unchanged.
     """
-    if not with_stats:
-        torch.ops.ddp_compile.flatten_scale(tensors, flat, scale, offsets)
-        return None
-    return FlattenStats(*torch.ops.ddp_compile.flatten_scale_stats(tensors, flat, scale, offsets))
+    torch.ops.ddp_compile.flatten_scale(tensors, flat, scale, offsets)
 
 
 def unflatten(
-    flat: Tensor,
-    tensors: Sequence[Tensor],
-    scale: float = 1.0,
-    *,
-    offsets: Sequence[int] | None = None,
-    with_stats: bool = False,
-) -> FlattenStats | None:
+    flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0, *, offsets: Sequence[int] | None = None
+) -> None:
     """Write ``flat * scale`` back to the tensors, cast to their dtypes; the inverse of `flatten_scale`.
 
-    Arguments, result and errors are those of `flatten_scale`; the tensors must not share memory with each other.
+    Arguments and errors are those of `flatten_scale`; the tensors must not share memory with each other.
     """
-    if not with_stats:
-        torch.ops.ddp_compile.unflatten(flat, tensors, scale, offsets)
-        return None
-    return FlattenStats(*torch.ops.ddp_compile.unflatten_stats(flat, tensors, scale, offsets))
+    torch.ops.ddp_compile.unflatten(flat, tensors, scale, offsets)
 
 
 def minmax_u8_compress(values: Tensor, num_chunks: int = 1, *, skip_chunk: int | None = None) -> Tensor:
@@ -123,37 +102,19 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
     torch.ops.ddp_compile.average_into(x, total, copy, count)
 
 
-def _flatten(
-    tensors: Sequence[Tensor],
-    flat: Tensor,
-    scale: float,
-    offsets: Sequence[int] | None,
-    with_stats: bool = False,
-) -> tuple[Tensor, Tensor] | None:
-    return _as_outputs(FlattenPlan(tensors, flat, offsets).flatten(tensors, scale, with_stats=with_stats))
+def _flatten(tensors: Sequence[Tensor], flat: Tensor, scale: float, offsets: Sequence[int] | None) -> None:
+    FlattenPlan(tensors, flat, offsets).flatten(tensors, scale)
 
 
-def _unflatten(
-    flat: Tensor,
-    tensors: Sequence[Tensor],
-    scale: float,
-    offsets: Sequence[int] | None,
-    with_stats: bool = False,
-) -> tuple[Tensor, Tensor] | None:
-    return _as_outputs(FlattenPlan(tensors, flat, offsets).unflatten(tensors, scale, with_stats=with_stats))
+def _unflatten(flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int] | None) -> None:
+    FlattenPlan(tensors, flat, offsets).unflatten(tensors, scale)
 
 
-def _as_outputs(stats: FlattenStats | None) -> tuple[Tensor, Tensor] | None:
-    # Two views of one buffer, but results of operators must not alias.
-    return None if stats is None else (stats.sum_of_squares, stats.non_finite.clone())
-
-
-def _fake_move(tensors: Sequence[Tensor], flat: Tensor, with_stats: bool = False) -> tuple[Tensor, Tensor] | None:
+def _fake_move(tensors: Sequence[Tensor], flat: Tensor) -> None:
     # If one tensor is on the meta device, real tensors also get here.
     layout.check_flat(flat)
     for i, tensor in enumerate(tensors):
         layout.check_tensor(i, tensor, tensor.shape, flat)
-    return (flat.new_empty((), dtype=torch.float64), flat.new_empty((), dtype=torch.bool)) if with_stats else None
 
 
 def _register() -> None:
@@ -165,19 +126,9 @@ def _register() -> None:
             lambda tensors, flat, *_: _fake_move(tensors, flat),
         ),
         (
-            f"flatten_scale_stats(Tensor[] tensors, Tensor(a!) flat, {places}) -> (Tensor, Tensor)",
-            functools.partial(_flatten, with_stats=True),
-            lambda tensors, flat, *_: _fake_move(tensors, flat, with_stats=True),
-        ),
-        (
             f"unflatten(Tensor flat, Tensor(a!)[] tensors, {places}) -> ()",
             _unflatten,
             lambda flat, tensors, *_: _fake_move(tensors, flat),
-        ),
-        (
-            f"unflatten_stats(Tensor flat, Tensor(a!)[] tensors, {places}) -> (Tensor, Tensor)",
-            functools.partial(_unflatten, with_stats=True),
-            lambda flat, tensors, *_: _fake_move(tensors, flat, with_stats=True),
         ),
         (
             "minmax_u8_compress(Tensor values, int num_chunks, int? skip_chunk) -> Tensor",

@@ -32,24 +32,6 @@ def scale_into(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale:
                 destination.copy_(source)
 
 
-def stats_of(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of squares, before rounding, of the values that `scale_into` will write, and whether one is not finite.
-
-    Returns:
-        A float64 and a bool tensor, both of shape ().
-    """
-    device = destinations[0].device if destinations else None
-    sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
-    non_finite = torch.zeros((), dtype=torch.bool, device=device)
-    # Without forward-mode derivatives too, which a gradient may have, and which no kernel knows.
-    with torch.inference_mode():
-        for source, destination in zip(sources, destinations, strict=True):
-            scaled = _widened(source) * scale
-            sum_of_squares += scaled.double().square().sum()
-            non_finite |= ~scaled.to(destination.dtype).isfinite().all()
-    return sum_of_squares, non_finite
-
-
 def _widened(tensor: Tensor) -> Tensor:
     # Eight-bit formats do not promote.
     return tensor if tensor.dtype == torch.float64 else tensor.float()

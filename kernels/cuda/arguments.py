@@ -14,7 +14,7 @@ from ddp_compile.kernels.cuda.programs import PACK_SIZES
 BLOCK_THREADS = 256
 CHUNK_NUMEL = 8192
 
-# The 2048 threads that a multiprocessor holds at most. Of kernels with more than 32 registers a thread, four to six
+# The 2048 threads that a multiprocessor holds at most. Of kernels with more than 32 registers a thread, four or five
 # blocks run at a time, and the others start as those end, which evens out unequal work.
 BLOCKS_PER_MULTIPROCESSOR = 8
 
@@ -32,12 +32,6 @@ class Arguments:
         self.structure = structure
         self._addresses = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
         self.parameters = ctypes.addressof(self._addresses)
-
-
-class StatsArguments(ctypes.Structure):
-    """Of stats.cuh."""
-
-    _fields_ = (("partials", _ADDRESS), ("stats", _ADDRESS), ("num_partials", ctypes.c_uint32))
 
 
 class AverageArguments(ctypes.Structure):
@@ -75,7 +69,6 @@ def _move_arguments(size: int) -> type[ctypes.Structure]:
 
         _fields_ = (
             ("flat", _ADDRESS),
-            ("partials", _ADDRESS),
             ("scale_at", _ADDRESS),
             ("num_chunks", ctypes.c_uint32),
             ("num_tensors", ctypes.c_uint32),

@@ -5,22 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ddp_compile.kernels.cuda.arguments import (
-    BLOCKS_PER_MULTIPROCESSOR,
-    Arguments,
-    StatsArguments,
-    packs_of,
-)
+from ddp_compile.kernels.cuda.arguments import BLOCKS_PER_MULTIPROCESSOR, packs_of
 from ddp_compile.kernels.cuda.module import kernel_device
-from ddp_compile.kernels.cuda.programs import FORMAT_OF, FORMATS, PACK_SIZES, STATS_KERNEL, move_kernel
+from ddp_compile.kernels.cuda.programs import FORMAT_OF, FORMATS, PACK_SIZES, move_kernel
 from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.executor import NativeTensorTable
 from ddp_compile.kernels.native.library import OTHER_CODE
-
-_PARTIAL_BYTES = 16
 
 
 class CudaExecutor(NativeTensorTable):
@@ -54,7 +46,6 @@ class CudaExecutor(NativeTensorTable):
         self._num_blocks = [min(pack.num_chunks, most_blocks) for pack in self._packs]
         self._codes = b""
         self._present: tuple[int, ...] = ()
-        self._stats = Arguments(StatsArguments())
         # Compiles all kernels of these programs now, not in the first step or the capture of a graph.
         here = FORMAT_OF[flat.dtype]
         for there in {tensor.dtype for tensor in tensors} & FORMAT_OF.keys():
@@ -69,15 +60,9 @@ class CudaExecutor(NativeTensorTable):
         self._present = tuple(code for code in found if code != OTHER_CODE)
         return others
 
-    def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor, stats: Tensor | None) -> None:
-        partials = None
-        if stats is not None:
-            # Only for this call, since one plan may run on several streams.
-            num_partials = len(self._present) * sum(self._num_blocks)
-            partials = torch.empty(num_partials * _PARTIAL_BYTES, dtype=torch.uint8, device=flat.device)
+    def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor) -> None:
         # Kept alive by the caller until the kernels have been queued, and by the stream after that.
         scale_at = scale.data_ptr() if isinstance(scale, Tensor) else 0
-        address = 0 if partials is None else partials.data_ptr()
         # Each launch reads one dtype. Most buckets have only one.
         codes = self._codes if len(self._present) != 1 or OTHER_CODE in self._codes else None
         for code in self._present:
@@ -88,16 +73,7 @@ class CudaExecutor(NativeTensorTable):
                 pack.point_at(self._addresses, codes, code)
                 arguments = pack.structure
                 arguments.flat = flat.data_ptr()
-                arguments.partials = address
                 arguments.scale = 1.0 if isinstance(scale, Tensor) else scale
                 arguments.scale_at = scale_at
                 arguments.to_flat = to_flat
                 self._device.launch(move_kernel(source, destination, pack.size), num_blocks, pack)
-                if partials is not None:
-                    address += num_blocks * _PARTIAL_BYTES
-        if stats is not None and partials is not None:
-            arguments = self._stats.structure
-            arguments.partials = partials.data_ptr()
-            arguments.stats = stats.data_ptr()
-            arguments.num_partials = len(partials) // _PARTIAL_BYTES
-            self._device.launch(STATS_KERNEL, 1, self._stats)

@@ -51,8 +51,6 @@ def move_kernel(source: str, destination: str, pack_size: int) -> str:
     return f"move_{source}_{destination}_{pack_size}"
 
 
-STATS_KERNEL = "add_partials_of_move"
-
 # A kernel with the largest arguments, of the program that most jobs need.
 LARGEST_KERNEL = move_kernel("Float32", "Float32", PACK_SIZES[-1])
 
@@ -76,7 +74,6 @@ def _average_program(name: str) -> Program:
 
 
 PROGRAMS: tuple[Program, ...] = (
-    Program("statistics", "stats.cuh", ("DDP_COMPILE_STATS()",), (STATS_KERNEL,)),
     *(_move_program(source, destination) for source in FORMATS.values() for destination in FORMATS.values()),
     *(_codec_program(name) for name in FORMATS.values()),
     *(_average_program(name) for name in FORMATS.values()),

@@ -123,7 +123,7 @@ class NativeExecutor(NativeTensorTable):
     def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
         super().__init__(library.load(), tensors, flat, offsets)
 
-    def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor, stats: Tensor | None) -> None:
+    def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor) -> None:
         self._library.copy(
             self.handle,
             flat.data_ptr(),
@@ -131,5 +131,4 @@ class NativeExecutor(NativeTensorTable):
             to_flat,
             float(scale),
             torch.get_num_threads(),
-            None if stats is None else stats.data_ptr(),
         )

@@ -29,9 +29,8 @@ def test_places_of_all_alignments(dtype: torch.dtype, flat_dtype: torch.dtype) -
         for tensor, offset in zip(tensors, offsets, strict=True):
             expected[offset : offset + len(tensor)] = rounded_product(tensor, 1 / 3, flat_dtype)
         plan = kernels.FlattenPlan.for_bucket(tensors, flat, offsets)
-        stats = plan.flatten(tensors, 1 / 3, with_stats=True)
+        plan.flatten(tensors, 1 / 3)
         assert same_bits(flat, expected)
-        assert stats is not None and stats.non_finite.item() == (not flat.isfinite().all().item())
         out = [torch.full((n + 2 * start,), POISON, dtype=dtype, device="cuda") for n in NUMELS]
         plan.unflatten([o[start : start + n] for o, n in zip(out, NUMELS, strict=True)], 3.0)
         for o, place, n in zip(out, plan.views, NUMELS, strict=True):
@@ -44,7 +43,7 @@ def test_any_number_of_tensors(num_tensors: int) -> None:
     numels = [i % 11 for i in range(num_tensors)]
     tensors = list(values_of(sum(numels), torch.float32).split(numels)) if num_tensors else []
     flat = torch.full((sum(numels) + 1,), POISON, device="cuda")
-    kernels.flatten_scale(tensors, flat, 0.5, with_stats=True)
+    kernels.flatten_scale(tensors, flat, 0.5)
     assert same_bits(flat, torch.cat([*(tensor * 0.5 for tensor in tensors), torch.full((1,), POISON, device="cuda")]))
 
 

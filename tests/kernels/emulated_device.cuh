@@ -126,7 +126,6 @@ inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
-inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 
 inline float min_or_nan(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
 inline float max_or_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
@@ -134,7 +133,6 @@ inline u32 low_bits(double value) { return u32(cast<uint64_t>(value)); }
 
 struct Float32 {
   using Bits = u32;
-  static constexpr u32 kInfiniteFrom = 0x7f800000u;
   static constexpr Bits kNan = 0x7fc00000u;
   static float decode(Bits bits) { return as_float(bits); }
   static Bits encode(float value) { return as_bits(value); }
@@ -142,7 +140,6 @@ struct Float32 {
 
 struct BFloat16 {
   using Bits = u16;
-  static constexpr u32 kInfiniteFrom = 0x7f7f8000u;
   static constexpr Bits kNan = 0x7fc0u;
   static float decode(Bits bits) { return as_float(u32(bits) << 16); }
   static Bits encode(float value) {
@@ -154,7 +151,6 @@ struct BFloat16 {
 
 struct Float16 {
   using Bits = u16;
-  static constexpr u32 kInfiniteFrom = 0x477ff000u;
   static constexpr Bits kNan = 0x7e00u;
   static float decode(Bits bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -166,7 +162,7 @@ struct Float16 {
   static Bits encode(float value) {
     const Bits sign = std::signbit(value) ? 0x8000 : 0;
     if (value != value) return 0x7fff;  // the device's NaN
-    if (std::fabs(value) >= as_float(kInfiniteFrom)) return sign | 0x7c00;
+    if (std::fabs(value) >= 65520.0f) return sign | 0x7c00;
     int exponent = 0;
     std::frexp(value, &exponent);  // |value| is in 2^(exponent - 1) .. 2^exponent
     const int step = exponent - 11 > -24 ? exponent - 11 : -24;

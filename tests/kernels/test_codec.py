@@ -165,4 +165,3 @@ def test_reference_copies_nothing_from_host(dtype: torch.dtype, monkeypatch: pyt
         reference.minmax_u8_decompress(rows, x, accumulate=True)
         reference.average_into(x, total, copy, 3)
         reference.scale_into([x, total], [total, copy], 0.5)
-        reference.stats_of([x], [total], 0.5)

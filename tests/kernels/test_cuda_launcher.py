@@ -34,7 +34,6 @@ def new_executor(device: EmulatedDevice, tensors: list[torch.Tensor], flat: torc
 def test_argument_sizes(device: EmulatedDevice) -> None:
     numels = [torch.ones(size, dtype=torch.int64) for size in PACK_SIZES]
     structures = {
-        programs.STATS_KERNEL: arguments.StatsArguments(),
         "find_minmax_Float32": arguments.CodecArguments(),
         "average_Float32": arguments.AverageArguments(),
         **{
@@ -56,24 +55,20 @@ def test_every_alignment(device: EmulatedDevice, dtype: torch.dtype, flat_dtype:
     check_moves(tensors, torch.full((numel,), POISON, dtype=flat_dtype), offsets, device=device)
 
 
-@pytest.mark.parametrize("with_stats", [False, True])
 @pytest.mark.parametrize(
     ("num_tensors", "sizes"),
     [(0, []), (1, []), (32, [32]), (33, [168]), (168, [168]), (169, [1360]), (1360, [1360]), (1430, [1360, 168])],
 )
-def test_launches_by_number_of_tensors(
-    device: EmulatedDevice, num_tensors: int, sizes: list[int], with_stats: bool
-) -> None:
+def test_launches_by_number_of_tensors(device: EmulatedDevice, num_tensors: int, sizes: list[int]) -> None:
     numels = [i % 11 for i in range(num_tensors)]
     tensors = [values_of(numel, torch.float32, i) for i, numel in enumerate(numels)]
-    check_moves(tensors, torch.full((sum(numels) + 1,), POISON), with_stats=with_stats, device=device)
-    moves = [launch for launch in device.driver.launches if launch.kernel.startswith("move")]
+    check_moves(tensors, torch.full((sum(numels) + 1,), POISON), device=device)
+    launches = device.driver.launches
     # A single tensor here is empty. There and back.
-    assert [launch.kernel for launch in moves] == [f"move_Float32_Float32_{size}" for size in sizes] * 2
-    for launch in device.driver.launches:
+    assert [launch.kernel for launch in launches] == [f"move_Float32_Float32_{size}" for size in sizes] * 2
+    for launch in launches:
         assert launch.stream == STREAM and launch.num_threads == BLOCK_THREADS
         assert launch.num_blocks <= BLOCKS_PER_MULTIPROCESSOR * NUM_MULTIPROCESSORS
-    assert len(device.driver.launches) - len(moves) == 2 * with_stats
 
 
 def test_more_chunks_than_blocks(device: EmulatedDevice) -> None:
@@ -99,21 +94,12 @@ def test_other_tensors_are_left_alone(device: EmulatedDevice) -> None:
     executor = new_executor(device, tensors, flat)
     given = [tensors[0], torch.ones(3, 2).t(), tensors[2], tensors[3]]
     assert list(executor.read(given, flat, written=False)) == [1, 2]
-    stats = torch.full((16,), 255, dtype=torch.uint8)
-    executor.move(flat, True, 2.0, stats)
+    executor.move(flat, True, 2.0)
     assert flat.tolist() == [2.0] * 6 + [POISON] * 10 + [2.0] * 5
-    assert (stats[:8].view(torch.float64).item(), stats[8].item()) == (44.0, 0)
     # The next step may bring tensors that fit again.
     assert list(executor.read(tensors[:2] + given[2:], flat, written=False)) == [2]
-    executor.move(flat, True, 3.0, None)
+    executor.move(flat, True, 3.0)
     assert flat.tolist() == [3.0] * 12 + [POISON] * 4 + [3.0] * 5
-
-
-def test_statistics_of_many_blocks(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "num_multiprocessors", 132)
-    tensors = [values_of(1, torch.float32, i) for i in range(3 * BLOCK_THREADS)]
-    check_moves(tensors, torch.zeros(3 * BLOCK_THREADS), device=device)
-    assert device.driver.launches[0].num_blocks == 3 * BLOCK_THREADS
 
 
 def test_other_default_device(device: EmulatedDevice) -> None:
@@ -121,7 +107,7 @@ def test_other_default_device(device: EmulatedDevice) -> None:
     with torch.device("meta"):
         executor = new_executor(device, tensors, flat)
         executor.read(tensors, flat, written=False)
-        executor.move(flat, True, 2.0, None)
+        executor.move(flat, True, 2.0)
     assert flat.tolist() == [2.0] * 7
 
 

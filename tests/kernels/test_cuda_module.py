@@ -20,7 +20,7 @@ from ddp_compile.kernels.cuda import module
 from ddp_compile.kernels.cuda.compiler import Compiler
 from ddp_compile.kernels.cuda.driver import CudaDriver
 from ddp_compile.kernels.cuda.module import KernelDevice
-from ddp_compile.kernels.cuda.programs import LARGEST_KERNEL, PROGRAM_OF, PROGRAMS, STATS_KERNEL, Program
+from ddp_compile.kernels.cuda.programs import LARGEST_KERNEL, PROGRAM_OF, PROGRAMS, Program
 from ddp_compile.kernels.native import library
 
 LARGEST = PROGRAM_OF[LARGEST_KERNEL].name
@@ -222,5 +222,5 @@ def test_threads_load_a_program_once() -> None:
         thread.join()
     device.prepare(PROGRAMS[1].kernels[1])
     assert compiled == [PROGRAMS[1].name] and len(driver.loaded) == 1
-    device.prepare(STATS_KERNEL)
+    device.prepare(PROGRAMS[0].kernels[0])
     assert len(driver.loaded) == 2

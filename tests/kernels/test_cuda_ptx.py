@@ -113,7 +113,7 @@ def test_width_of_accesses(
     driver: PtxDriver, device: KernelDevice, misaligned_by: int, offset: int, num_bytes: int
 ) -> None:
     tensors = [values_of(4096, BFLOAT16, misaligned_by=misaligned_by)]
-    check_moves(tensors, torch.full((5000,), POISON, dtype=BFLOAT16), [offset], with_stats=False, device=device)
+    check_moves(tensors, torch.full((5000,), POISON, dtype=BFLOAT16), [offset], device=device)
     # There and back, except for up to one packet of single elements.
     most = 2 * 4096 * 2 // num_bytes
     assert all(most - 2 <= driver.accesses[f"{operation} {num_bytes}"] <= most for operation in ("ld", "st"))

@@ -38,19 +38,15 @@ def test_flatten_and_unflatten(dtype: torch.dtype, flat_dtype: torch.dtype, scal
     tensors = [*random_tensors(dtype), torch.randn(9001).to(dtype), torch.randn(3, 4).to(dtype)[:, :2]]
     flat = torch.full((num_elements(tensors),), float("nan"), dtype=flat_dtype)
     plan = FlattenPlan.for_bucket(tensors, flat)
-    stats = plan.flatten(tensors, scale, with_stats=True)
+    plan.flatten(tensors, scale)
     expected = packed_double(tensors, scale)
     eps = max(torch.finfo(dtype).eps, torch.finfo(flat_dtype).eps)
     tiny = torch.finfo(flat_dtype).tiny  # subnormals have fewer digits
     torch.testing.assert_close(flat.double(), expected, rtol=eps, atol=tiny)
-    assert stats is not None and not stats.non_finite
-    torch.testing.assert_close(stats.sum_of_squares, expected.square().sum(), rtol=1e-6, atol=0)
     back = [torch.full_like(tensor, float("nan")) for tensor in tensors]
-    stats = plan.unflatten(back, 3.0, with_stats=True)
+    plan.unflatten(back, 3.0)
     atol = torch.finfo(dtype).tiny
     torch.testing.assert_close(packed_double(back, 1.0), flat.double() * 3, rtol=eps, atol=atol)
-    assert stats is not None and not stats.non_finite
-    torch.testing.assert_close(stats.sum_of_squares, (flat.double() * 3).square().sum(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
@@ -203,11 +199,3 @@ def test_one_version_for_each_write() -> None:
     before = [tensor._version for tensor in tensors]
     FlattenPlan.for_bucket(tensors, torch.zeros(5)).unflatten(tensors, 0.5)
     assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
-
-
-def test_overflow_is_non_finite() -> None:
-    flat = torch.empty(100, dtype=torch.float16)
-    assert flatten_scale([torch.full((100,), 65519.0)], flat, 1.0, with_stats=True).non_finite.item() is False
-    stats = flatten_scale([torch.full((100,), 65520.0)], flat, 1.0, with_stats=True)
-    assert stats.non_finite.item() is True and flat.isinf().all()
-    assert stats.sum_of_squares.item() == pytest.approx(100 * 65520.0**2)

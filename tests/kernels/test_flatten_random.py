@@ -18,18 +18,12 @@ CASES = given(
     flat_dtype=st.sampled_from(DTYPES),
     gap=st.integers(0, 33),
     scale=st.sampled_from([1.0, 0.5, 1 / 3, 0.0, -2.5, 1e30]),
-    with_stats=st.booleans(),
 )
 Described = list[tuple[list[int], str, torch.dtype, int]]
 
 
 def check(
-    described: Described,
-    flat_dtype: torch.dtype,
-    gap: int,
-    scale: float,
-    with_stats: bool,
-    device: EmulatedDevice | None = None,
+    described: Described, flat_dtype: torch.dtype, gap: int, scale: float, device: EmulatedDevice | None = None
 ) -> None:
     """Compare the C++ library, or the CUDA kernels on the emulated device, with the reference."""
     tensors = [tensor_of(*each) for each in described]
@@ -40,26 +34,19 @@ def check(
     # Gradients may come with other strides than the plan was made for.
     given_tensors = [tensor.contiguous() if i % 3 == 2 else tensor for i, tensor in enumerate(tensors)]
     flat = torch.full((end + 5,), 7.0, dtype=flat_dtype)
-    check_moves(tensors, flat, offsets, scale, with_stats, device, given_tensors)
+    check_moves(tensors, flat, offsets, scale, device, given_tensors)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @CASES
-def test_library_matches_reference(
-    described: Described, flat_dtype: torch.dtype, gap: int, scale: float, with_stats: bool
-) -> None:
-    check(described, flat_dtype, gap, scale, with_stats)
+def test_library_matches_reference(described: Described, flat_dtype: torch.dtype, gap: int, scale: float) -> None:
+    check(described, flat_dtype, gap, scale)
 
 
 @pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True)
 @CASES
 def test_cuda_matches_reference(
-    emulated_device: EmulatedDevice,
-    described: Described,
-    flat_dtype: torch.dtype,
-    gap: int,
-    scale: float,
-    with_stats: bool,
+    emulated_device: EmulatedDevice, described: Described, flat_dtype: torch.dtype, gap: int, scale: float
 ) -> None:
-    check(described, flat_dtype, gap, scale, with_stats, emulated_device)
+    check(described, flat_dtype, gap, scale, emulated_device)

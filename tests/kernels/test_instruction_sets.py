@@ -14,14 +14,13 @@ from ddp_compile import kernels
 from ddp_compile.kernels import FlattenPlan
 from ddp_compile.kernels.native import library
 
-# Around the widths of all registers, around the four vectors of one turn, around a block of statistics.
-SIZES = [0, 1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 200, 4095, 4096, 4097, 9001]
+# Around the widths of all registers, around the four vectors of one turn.
+SIZES = [0, 1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 200, 9001]
 
 
 def check_both_ways(tensors: list[Tensor], flat_dtype: torch.dtype, scale: float) -> None:
     flat = torch.full((sum(tensor.numel() for tensor in tensors) + 1,), 7.0, dtype=flat_dtype)
-    for with_stats in (True, False):  # by different loops
-        check_moves(tensors, flat, None, scale, with_stats)
+    check_moves(tensors, flat, None, scale)
 
 
 def test_unknown_instruction_set_is_refused() -> None:
@@ -77,28 +76,18 @@ def test_nan_bits(loops: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("flat_dtype", DTYPES)
-@pytest.mark.parametrize(
-    "value",
-    [1e30, 3e38, 2e19, 1e-30, 1e-45, 0.0, 65519.0, 65520.0, 3.3895e38, 3.3961775e38, math.inf, -math.inf, math.nan],
-)
-def test_statistics_at_range_edges(loops: str, flat_dtype: torch.dtype, value: float) -> None:
-    """Squares may overflow or vanish in float32 although the sum in float64 does neither."""
-    for numel in (64, 5000):
-        tensors = [torch.full((numel,), value), torch.zeros(numel)]
-        check_both_ways(tensors, flat_dtype, 1.0)
-        tensors[1][numel - 1] = value
-        check_both_ways([torch.randn(numel), tensors[1]], flat_dtype, 1.0)
+def test_overflow(loops: str, flat_dtype: torch.dtype) -> None:
+    """The last values that are rounded to finite ones, the first that are not, and those that are infinite or NaN."""
+    values = [65519.0, 65520.0, 3.3895e38, 3.3961775e38, math.inf, -math.inf, math.nan]
+    check_both_ways([torch.full((67,), value) for value in values], flat_dtype, 1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_statistics_in_place(loops: str, dtype: torch.dtype) -> None:
-    flat = torch.cat([torch.randn(5000), torch.full((5000,), 1e-15), torch.full((70,), 6e4)]).to(dtype)
-    expected = (flat.float() * 2).to(dtype)
-    sum_of_squares = (flat.float() * 2).double().square().sum()
-    stats = kernels.flatten_scale([flat[:]], flat, 2.0, with_stats=True)
-    assert stats is not None
-    assert same_bits(flat, expected) and stats.non_finite == (dtype == torch.float16)
-    torch.testing.assert_close(stats.sum_of_squares, sum_of_squares, rtol=1e-6, atol=0)
+def test_in_place(loops: str, dtype: torch.dtype) -> None:
+    flat = torch.randn(5001).to(dtype)
+    expected = (flat.float() * 0.7).to(dtype)
+    kernels.flatten_scale([flat[:]], flat, 0.7)
+    assert same_bits(flat, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

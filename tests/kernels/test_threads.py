@@ -16,7 +16,6 @@ from process_copies import run_in_copy
 from torch import Tensor
 
 from ddp_compile import kernels
-from ddp_compile.kernels import FlattenPlan
 
 # kMinElementsPerThread in native/csrc/library.cpp.
 MIN_ELEMENTS_PER_THREAD = 1 << 19
@@ -66,19 +65,6 @@ def test_bits_do_not_depend_on_threads(set_threads: SetThreads, dtype: torch.dty
         everything(values, num_chunks, found)
         assert torch.equal(found[0], expected[0])
         assert all(same_bits(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
-
-
-def test_sum_of_squares_by_threads(set_threads: SetThreads) -> None:
-    tensors = [torch.randn(n) for n in (1_000_000, 3, 700_001, 1_500_000)]
-    sums = []
-    for num_threads in (1, 3, 7):
-        set_threads(num_threads)
-        flat = torch.empty(sum(t.numel() for t in tensors), dtype=torch.bfloat16)
-        runs = [FlattenPlan(tensors, flat).flatten(tensors, 0.3, with_stats=True) for _ in "12"]
-        assert runs[0] is not None and runs[1] is not None
-        assert runs[0].sum_of_squares == runs[1].sum_of_squares
-        sums.append(runs[0].sum_of_squares)
-    torch.testing.assert_close(torch.stack(sums), sums[0].expand(3), rtol=1e-7, atol=0)
 
 
 def most_threads_during(work: Callable[[], object], expected: int) -> int:

@@ -89,6 +89,21 @@ struct MinMax {
 // The range of no values.
 DDP_COMPILE_INLINE MinMax no_minmax() { return {as_float(0x7f800000u), as_float(0xff800000u)}; }
 
+// The range of all threads of a block. Only thread 0 gets the result.
+DDP_COMPILE_INLINE MinMax combine_block(MinMax mine) {
+  __shared__ MinMax values[kThreads];
+  values[threadIdx.x] = mine;
+#pragma unroll
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (int(threadIdx.x) < half) {
+      mine.add(values[threadIdx.x + half]);
+      values[threadIdx.x] = mine;
+    }
+  }
+  return mine;
+}
+
 template <class T>
 DDP_COMPILE_INLINE void find_minmax(const CodecArguments& arguments) {
   const Slice<T> slice(arguments);
@@ -119,7 +134,7 @@ DDP_COMPILE_INLINE MinMax header_of(const Slice<T>& slice, u32 num_slices) {
   const MinMax total = combine_block(mine);
   __shared__ MinMax header;
   if (threadIdx.x == 0) {
-    const float infinity = as_float(Float32::kInfiniteFrom), nan = as_float(Float32::kNan);
+    const float infinity = as_float(0x7f800000u), nan = as_float(Float32::kNan);
     const bool finite = fabsf(total.minimum) < infinity && fabsf(total.maximum) < infinity;
     // Adding zero makes a negative zero positive, so that the order of the values does not matter.
     header.minimum = slice.count == 0 ? 0.0f : finite ? __fadd_rn(total.minimum, 0.0f) : nan;

@@ -25,10 +25,9 @@ DDP_COMPILE_INLINE float as_float(u32 bits) { return __uint_as_float(bits); }
 DDP_COMPILE_INLINE u32 as_bits(float value) { return __float_as_uint(value); }
 
 // One format of an element: its bits, and its conversions, which round to nearest even and keep infinities and NaNs.
-// kInfiniteFrom are the bits of the smallest float that becomes infinite; kNan is the NaN that the codec writes.
+// kNan is the NaN that the codec writes.
 struct Float32 {
   using Bits = u32;
-  static constexpr u32 kInfiniteFrom = 0x7f800000u;
   static constexpr Bits kNan = 0x7fc00000u;
   static DDP_COMPILE_INLINE float decode(Bits bits) { return as_float(bits); }
   static DDP_COMPILE_INLINE Bits encode(float value) { return as_bits(value); }
@@ -36,7 +35,6 @@ struct Float32 {
 
 struct BFloat16 {
   using Bits = u16;
-  static constexpr u32 kInfiniteFrom = 0x7f7f8000u;
   static constexpr Bits kNan = 0x7fc0u;
   static DDP_COMPILE_INLINE float decode(Bits bits) { return as_float(u32(bits) << 16); }
   static DDP_COMPILE_INLINE Bits encode(float value) {
@@ -54,7 +52,6 @@ struct BFloat16 {
 
 struct Float16 {
   using Bits = u16;
-  static constexpr u32 kInfiniteFrom = 0x477ff000u;
   static constexpr Bits kNan = 0x7e00u;
   static DDP_COMPILE_INLINE float decode(Bits bits) {
     float value;

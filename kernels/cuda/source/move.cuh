@@ -1,4 +1,4 @@
-// Moves the tensors of a bucket to or from its flat buffer, with a factor, a cast and, on request, statistics.
+// Moves the tensors of a bucket to or from its flat buffer, with a factor and a cast.
 #pragma once
 
 #include "packet.cuh"
@@ -8,15 +8,8 @@ namespace ddp_compile {
 // Elements of a tensor that a block moves at a time: 32 KiB of float32. kernels/cuda/arguments.py has the same number.
 constexpr int kChunk = 8192;
 
-// The statistics for the caller: the 16 bytes of Stats in native/csrc/formats.h.
-struct Stats {
-  double sum_of_squares;
-  u64 non_finite;
-};
-
 struct Move {
   u8* flat;
-  Stats* partials;  // one for each block; null without statistics
   const double* scale_at;  // where the scale is; null if it is `scale`
   u32 num_chunks;
   u32 num_tensors;
@@ -35,29 +28,10 @@ struct MoveArguments {
   u32 last_counts[kTensors];
 };
 
-struct Sums {
-  double squares;
-  float largest;  // magnitude; NaN if any is NaN
-
-  template <int kWidth>
-  DDP_COMPILE_INLINE void add(const float (&values)[kWidth]) {
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      // In double the square of a float is exact, and neither overflows nor vanishes.
-      squares = __fma_rn(double(values[e]), double(values[e]), squares);
-      largest = max_or_nan(largest, fabsf(values[e]));
-    }
-  }
-  DDP_COMPILE_INLINE void add(const Sums& other) {
-    squares = __dadd_rn(squares, other.squares);
-    largest = max_or_nan(largest, other.largest);
-  }
-};
-
 // Packets of kWidth elements, one after another except for a gap of `gap` elements at element `gap_at`.
 template <class Source, class Destination, int kWidth>
 DDP_COMPILE_INLINE void move_packets(
-    const u8* from, u8* to, int num_packets, int gap_at, int gap, const Move& move, Sums& sums) {
+    const u8* from, u8* to, int num_packets, int gap_at, int gap, float scale) {
   // Enough loads before the first use to keep the memory busy: 64 bytes of each thread, or eight narrow packets.
   constexpr int kUnroll = kWidth * kBytes<Source> < 8 ? 8 : 64 / (kWidth * kBytes<Source>);
   for (int first = int(threadIdx.x); first < num_packets; first += kUnroll * kThreads) {
@@ -76,8 +50,7 @@ DDP_COMPILE_INLINE void move_packets(
       float values[kWidth];
       packets[u].decode(values);
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) values[e] = __fmul_rn(values[e], move.scale);
-      if (move.partials != nullptr) sums.add(values);
+      for (int e = 0; e < kWidth; ++e) values[e] = __fmul_rn(values[e], scale);
       Packet<Destination, kWidth> written;
       written.encode(values);
       written.store(to + elements[u] * kBytes<Destination>);
@@ -94,7 +67,7 @@ struct Body {
 // Moves packets of kWidth elements, from the first element on at which both sides are aligned for them. If there is
 // none, packets are narrower; if they would be single elements, nothing is moved.
 template <class Source, class Destination, int kWidth>
-DDP_COMPILE_INLINE Body move_body(const u8* from, u8* to, int count, const Move& move, Sums& sums) {
+DDP_COMPILE_INLINE Body move_body(const u8* from, u8* to, int count, float scale) {
   if constexpr (kWidth == 1) {
     return {count, 0};
   } else {
@@ -108,27 +81,26 @@ DDP_COMPILE_INLINE Body move_body(const u8* from, u8* to, int count, const Move&
         !is_aligned(place, Packet<Destination, kWidth>::kAlignment)) {
       // 32 bytes on one side need no other alignment than half of them.
       constexpr int kNarrower = Packet<Source, kWidth>::kWords + Packet<Destination, kWidth>::kWords > 8 ? 4 : 2;
-      return move_body<Source, Destination, kWidth / kNarrower>(from, to, count, move, sums);
+      return move_body<Source, Destination, kWidth / kNarrower>(from, to, count, scale);
     }
     const int num_packets = (count - begin) / kWidth;
-    move_packets<Source, Destination, kWidth>(first, place, num_packets, 0, 0, move, sums);
+    move_packets<Source, Destination, kWidth>(first, place, num_packets, 0, 0, scale);
     return {begin, num_packets * kWidth};
   }
 }
 
 // Packets, then the single elements before and after them.
 template <class Source, class Destination>
-DDP_COMPILE_INLINE void move_run(const u8* from, u8* to, int count, const Move& move, Sums& sums) {
+DDP_COMPILE_INLINE void move_run(const u8* from, u8* to, int count, float scale) {
   constexpr int kWidth = 16 / (kBytes<Source> < kBytes<Destination> ? kBytes<Source> : kBytes<Destination>);
-  const Body body = move_body<Source, Destination, kWidth>(from, to, count, move, sums);
-  move_packets<Source, Destination, 1>(from, to, count - body.count, body.begin, body.count, move, sums);
+  const Body body = move_body<Source, Destination, kWidth>(from, to, count, scale);
+  move_packets<Source, Destination, 1>(from, to, count - body.count, body.begin, body.count, scale);
 }
 
 template <class Source, class Destination, int kTensors>
 DDP_COMPILE_INLINE void move_chunks(const MoveArguments<kTensors>& arguments) {
-  Move move = arguments.move;
-  if (move.scale_at != nullptr) move.scale = float(*move.scale_at);
-  Sums sums = {0, 0};
+  const Move& move = arguments.move;
+  const float scale = move.scale_at == nullptr ? move.scale : float(*move.scale_at);
   for (u32 chunk = blockIdx.x; chunk < move.num_chunks; chunk += gridDim.x) {
     // The first tensor that ends after the chunk.
     u32 tensor = 0;
@@ -149,14 +121,8 @@ DDP_COMPILE_INLINE void move_chunks(const MoveArguments<kTensors>& arguments) {
     const u8* from = move.to_flat ? address + first * kBytes<Source> : move.flat + place * kBytes<Source>;
     u8* to = move.to_flat ? move.flat + place * kBytes<Destination> : address + first * kBytes<Destination>;
     // The tensor is already in its place.
-    if (from == to && move.scale == 1.0f && move.partials == nullptr) continue;
-    move_run<Source, Destination>(from, to, count, move, sums);
-  }
-  if (move.partials == nullptr) return;
-  const Sums total = combine_block(sums);
-  if (threadIdx.x == 0) {
-    const bool non_finite = !(total.largest < as_float(Destination::kInfiniteFrom));
-    move.partials[blockIdx.x] = {total.squares, non_finite};
+    if (from == to && scale == 1.0f) continue;
+    move_run<Source, Destination>(from, to, count, scale);
   }
 }
 

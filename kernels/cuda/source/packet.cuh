@@ -64,20 +64,4 @@ DDP_COMPILE_INLINE bool is_aligned(const u8* address, int alignment = 16) {
   return reinterpret_cast<u64>(address) % alignment == 0;
 }
 
-// Combines the values of all threads of a block, always in the same order. Only thread 0 gets the result.
-template <class V>
-DDP_COMPILE_INLINE V combine_block(V mine) {
-  __shared__ V values[kThreads];
-  values[threadIdx.x] = mine;
-#pragma unroll
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (int(threadIdx.x) < half) {
-      mine.add(values[threadIdx.x + half]);
-      values[threadIdx.x] = mine;
-    }
-  }
-  return mine;
-}
-
 }  // namespace ddp_compile

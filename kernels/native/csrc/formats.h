@@ -1,4 +1,4 @@
-// The number formats of gradients, and statistics about their values.
+// The number formats of gradients.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +18,5 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
-
-// Statistics about the written values. kernels/flatten_plan.py reads these 16 bytes.
-struct Stats {
-  double sum_of_squares = 0;  // of the scaled values, before they were rounded to the destination's format
-  uint8_t non_finite = 0;     // whether a written value is infinite or NaN
-  uint8_t padding[7] = {};
-};
-static_assert(sizeof(Stats) == 16, "16 bytes");
 
 }  // namespace ddp_compile

@@ -35,18 +35,13 @@ inline void store(void* to, V value) {
   memcpy(to, &value, sizeof value);
 }
 
-// Bit casts and selections, for one element and for vectors.
+// For one element and for vectors.
 template <class To, class From>
 inline To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
   To to;
   memcpy(&to, &from, sizeof to);
   return to;
-}
-
-template <class U>
-inline U larger(U a, U b) {
-  return a > b ? a : b;
 }
 
 // U: uint32_t or a vector of it; F: float or a vector of it. The upper halves of the results are the bfloat16, rounded
@@ -100,16 +95,6 @@ inline void write(Float16* to, float value) { to->bits = uint16_t(_cvtss_sh(valu
 inline float read(const Float16* from) { return float16_value<uint32_t, float>(from->bits); }
 inline void write(Float16* to, float value) { to->bits = uint16_t(float16_bits<uint32_t>(value)); }
 #endif
-
-// The bits without the sign.
-inline uint32_t magnitude(const Float32* from) { return bit_cast<uint32_t>(from->value) & 0x7fffffffu; }
-inline uint32_t magnitude(const BFloat16* from) { return from->bits & 0x7fffu; }
-inline uint32_t magnitude(const Float16* from) { return from->bits & 0x7fffu; }
-
-// The smallest magnitude of a float, in bits, that is infinite after it is written. Those of NaNs are larger.
-inline uint32_t first_infinite(const Float32*) { return 0x7f800000u; }
-inline uint32_t first_infinite(const BFloat16*) { return 0x7f7f8000u; }
-inline uint32_t first_infinite(const Float16*) { return 0x477ff000u; }
 
 // Adding 2^52 to a small double leaves it as an integer, rounded to nearest even, in the low bits.
 constexpr double kRounding = 4503599627370496.0;
@@ -214,16 +199,6 @@ inline void write_two(D* to, f32v first, f32v second) {
 }
 
 #endif
-
-inline f32v plus_square(f32v sum, f32v value) {
-#if DDP_COMPILE_AVX == 512
-  return bit_cast<f32v>(_mm512_fmadd_ps(bit_cast<__m512>(value), bit_cast<__m512>(value), bit_cast<__m512>(sum)));
-#elif DDP_COMPILE_AVX == 2
-  return bit_cast<f32v>(_mm256_fmadd_ps(bit_cast<__m256>(value), bit_cast<__m256>(value), bit_cast<__m256>(sum)));
-#else
-  return sum + value * value;
-#endif
-}
 
 // Conversions between single and double precision, with the lanes in two halves, and between double precision and
 // codes, whole numbers from 0 to 255, to which doubles are rounded, ties to even.

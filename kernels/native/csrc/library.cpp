@@ -26,12 +26,11 @@ namespace {
 // Threads are started in every call, so that no pool has to survive a fork, but not for less work than this.
 constexpr int64_t kMinElementsPerThread = 1 << 19;
 
-// Calls work(begin, end, part) on consecutive parts of 0..count, each on its own thread. The parts depend on these
-// numbers only.
+// Calls work(begin, end) on consecutive parts of 0..count, each on its own thread.
 template <class Work>
 void in_parallel(int64_t count, int64_t num_threads, const Work& work) {
   const int64_t parts = std::max<int64_t>(1, std::min(num_threads, count / kMinElementsPerThread));
-  const auto run = [&](int64_t part) { work(count * part / parts, count * (part + 1) / parts, part); };
+  const auto run = [&](int64_t part) { work(count * part / parts, count * (part + 1) / parts); };
   std::vector<std::thread> threads;
   int64_t part = 1;
   try {
@@ -58,19 +57,19 @@ struct Copy {
   float scale;
   bool streaming;
 
-  void operator()(int64_t begin, int64_t end, Stats* stats) const {
+  void operator()(int64_t begin, int64_t end) const {
     const std::vector<int64_t>& ends = table.ends;
     size_t i = size_t(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
     while (begin < end) {
       const int64_t start = i == 0 ? 0 : ends[i - 1];
       const int64_t stop = std::min(end, ends[i]);
-      if (table.dtypes[i] != kOther && stop > begin) copy_part(i, begin - start, stop - begin, stats);
+      if (table.dtypes[i] != kOther && stop > begin) copy_part(i, begin - start, stop - begin);
       begin = stop;
       ++i;
     }
   }
 
-  void copy_part(size_t i, int64_t first, int64_t count, Stats* stats) const {
+  void copy_part(size_t i, int64_t first, int64_t count) const {
     const Dtype dtype = table.dtypes[i];
     char* tensor = reinterpret_cast<char*>(uintptr_t(table.addresses[i])) + first * element_bytes(dtype);
     char* place = flat + (table.offsets[i] + first) * element_bytes(flat_dtype);
@@ -78,8 +77,8 @@ struct Copy {
     const Dtype to = to_flat ? flat_dtype : dtype;
     const char* source = to_flat ? tensor : place;
     char* destination = to_flat ? place : tensor;
-    if (scale == 1.0f && source == destination && stats == nullptr) return;
-    loops().scale(from, to, source, destination, count, scale, streaming, stats);
+    if (scale == 1.0f && source == destination) return;
+    loops().scale(from, to, source, destination, count, scale, streaming);
   }
 };
 
@@ -158,7 +157,7 @@ void Chunks::compress(const char* values, int64_t skipped, uint8_t* rows, int64_
   };
   // A thread that has a whole chunk encodes it while it is in the caches. Other chunks wait for all of their threads.
   std::mutex merging;
-  in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
+  in_parallel(count, num_threads, [&](int64_t begin, int64_t end) {
     for_each_share(begin, end, [&](const Share& share) {
       if (share.chunk == skipped) return;
       uint8_t* row = rows + share.chunk * row_bytes;
@@ -172,7 +171,7 @@ void Chunks::compress(const char* values, int64_t skipped, uint8_t* rows, int64_
       if (share.is_whole) encode(share);
     });
   });
-  in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
+  in_parallel(count, num_threads, [&](int64_t begin, int64_t end) {
     for_each_share(begin, end, [&](const Share& share) {
       if (!share.is_whole && share.chunk != skipped) encode(share);
     });
@@ -180,7 +179,7 @@ void Chunks::compress(const char* values, int64_t skipped, uint8_t* rows, int64_
 }
 
 void Chunks::decompress(const uint8_t* rows, bool accumulate, char* values, int64_t num_threads) const {
-  in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
+  in_parallel(count, num_threads, [&](int64_t begin, int64_t end) {
     for_each_share(begin, end, [&](const Share& share) {
       const uint8_t* row = rows + share.chunk * row_bytes;
       loops().decode(dtype, extremes_of(row), row + sizeof(Extremes) + share.position, share.numel, accumulate,
@@ -202,7 +201,7 @@ int64_t unless_out_of_memory(const Function& function) {
 }  // namespace
 
 // Changes with every change of a signature below. library.py requires the number that it was written for.
-DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 4; }
+DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 5; }
 
 // The digest of the files in this folder, computed by source_hash.py and passed by setup.py.
 DDP_COMPILE_EXPORT const char* ddp_compile_source_hash() { return DDP_COMPILE_SOURCE_HASH; }
@@ -259,27 +258,17 @@ DDP_COMPILE_EXPORT const int64_t* ddp_compile_table_others(const TensorTable* ta
 
 // Moves the tensors that were last read to or from their places, except those listed as others.
 DDP_COMPILE_EXPORT void ddp_compile_copy(const TensorTable* table, void* flat, int64_t flat_dtype, int64_t to_flat,
-                                         float scale, int64_t num_threads, Stats* stats) {
+                                         float scale, int64_t num_threads) {
   const int64_t count = table->ends.empty() ? 0 : table->ends.back();
   const bool streaming = count * element_bytes(Dtype(flat_dtype)) >= kStreamingBytes;
   const Copy copy = {*table, static_cast<char*>(flat), Dtype(flat_dtype), to_flat != 0, scale, streaming};
-  // Added up in the order of the parts, so that the sum depends on the number of threads but not on timing.
-  std::vector<Stats> of_parts(size_t(std::max<int64_t>(1, num_threads)));
-  in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t part) {
-    copy(begin, end, stats == nullptr ? nullptr : &of_parts[size_t(part)]);
-  });
-  if (stats == nullptr) return;
-  *stats = Stats();
-  for (const Stats& part : of_parts) {
-    stats->sum_of_squares += part.sum_of_squares;
-    stats->non_finite |= part.non_finite;
-  }
+  in_parallel(count, num_threads, copy);
 }
 
 DDP_COMPILE_EXPORT void ddp_compile_average(int64_t dtype, void* x, const void* sum, const void* copy, int64_t count,
                                             float world_size, int64_t num_threads) {
   const int64_t bytes = element_bytes(Dtype(dtype));
-  in_parallel(count, num_threads, [=](int64_t begin, int64_t end, int64_t) {
+  in_parallel(count, num_threads, [=](int64_t begin, int64_t end) {
     loops().average(Dtype(dtype), static_cast<char*>(x) + begin * bytes, static_cast<const char*>(sum) + begin * bytes,
                     static_cast<const char*>(copy) + begin * bytes, end - begin, world_size);
   });

@@ -1,22 +1,11 @@
 // The loops over elements, on top of lanes.h; included several times, like lanes.h. Compilers without vector types get
 // only the one-element loops, which handle the last few elements everywhere else.
 
-// Sums of squares are checked after this many elements.
-constexpr int64_t kBlock = 4096;
-
-// Between these, a sum of squares in float is accurate enough, and no element is infinite after it is written.
-constexpr double kSmallestSum = 1e-27;
-inline double largest_sum(const Float32*) { return 3.4e38; }
-inline double largest_sum(const BFloat16*) { return 3.4e38; }
-inline double largest_sum(const Float16*) { return 65504.0 * 65504.0; }
-
-// to[i] = from[i] * scale; if requested, returns the sum of the products' squares, mostly added in float.
-template <class S, class D, bool kWithSum, bool kStreaming>
-double write_scaled(const S* from, D* to, int64_t count, float scale) {
+// to[i] = from[i] * scale.
+template <class S, class D, bool kStreaming>
+void scale_elements(const S* from, D* to, int64_t count, float scale) {
   int64_t i = 0;
-  double total = 0;
 #if defined(DDP_COMPILE_VECTORS)
-  f32v sum0 = {}, sum1 = {}, sum2 = {}, sum3 = {};
   for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
     const f32v value0 = read_lanes(from + i) * scale;
     const f32v value1 = read_lanes(from + i + kLanes) * scale;
@@ -24,158 +13,40 @@ double write_scaled(const S* from, D* to, int64_t count, float scale) {
     const f32v value3 = read_lanes(from + i + 3 * kLanes) * scale;
     write_two<kStreaming>(to + i, value0, value1);
     write_two<kStreaming>(to + i + 2 * kLanes, value2, value3);
-    if (kWithSum) {
-      sum0 = plus_square(sum0, value0);
-      sum1 = plus_square(sum1, value1);
-      sum2 = plus_square(sum2, value2);
-      sum3 = plus_square(sum3, value3);
-    }
-  }
-  if (kWithSum) {
-    float lanes[kLanes];
-    const f32v sum = (sum0 + sum1) + (sum2 + sum3);
-    memcpy(lanes, &sum, sizeof(sum));
-    double sums[4] = {};  // four, since each addition to a single sum would wait for the one before
-    for (int lane = 0; lane < kLanes; lane += 4) {
-      for (int i = 0; i < 4; ++i) sums[i] += double(lanes[lane + i]);
-    }
-    total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
 #endif
-  for (; i < count; ++i) {
-    const float value = read(from + i) * scale;
-    write(to + i, value);
-    if (kWithSum) total += double(value) * double(value);
-  }
-  return total;
-}
-
-// Gradients of rows that were not looked up, and of inactive units, are zeros, and there are many of them.
-template <class S>
-bool are_zeros(const S* from, int64_t count) {
-  int64_t i = 0;
-  uint32_t any = 0;
-#if defined(DDP_COMPILE_VECTORS)
-  constexpr int64_t kElements = sizeof(u32v) / sizeof(S);
-  u32v any_lanes = {};
-  for (; i + kElements <= count; i += kElements) any_lanes |= load<u32v>(from + i);
-  for (int lane = 0; lane < kLanes; ++lane) any |= any_lanes[lane];
-  any &= sizeof(S) == 4 ? 0x7fffffffu : 0x7fff7fffu;  // without the signs
-#endif
-  for (; i < count; ++i) any |= magnitude(from + i);
-  return any == 0;
-}
-
-// The largest magnitude of the products, in bits.
-template <class S>
-uint32_t largest_scaled(const S* from, int64_t count, float scale) {
-  int64_t i = 0;
-  uint32_t largest = 0;
-#if defined(DDP_COMPILE_VECTORS)
-  u32v largest_lanes = {};
-  for (; i + kLanes <= count; i += kLanes) {
-    largest_lanes = larger(largest_lanes, bit_cast<u32v>(read_lanes(from + i) * scale) & 0x7fffffffu);
-  }
-  for (int lane = 0; lane < kLanes; ++lane) largest = larger(largest, uint32_t(largest_lanes[lane]));
-#endif
-  for (; i < count; ++i) largest = larger(largest, bit_cast<uint32_t>(read(from + i) * scale) & 0x7fffffffu);
-  return largest;
-}
-
-// The sum of the products' squares, added in double.
-template <class S>
-double sum_in_double(const S* from, int64_t count, float scale) {
-  int64_t i = 0;
-  double total = 0;
-#if defined(DDP_COMPILE_VECTORS)
-  f64v sum0 = {}, sum1 = {};
-  for (; i + kLanes <= count; i += kLanes) {
-    const f32v value = read_lanes(from + i) * scale;
-    const f64v lower = lower_half(value), upper = upper_half(value);
-    sum0 += lower * lower;
-    sum1 += upper * upper;
-  }
-  for (int lane = 0; lane < kHalf; ++lane) total += sum0[lane] + sum1[lane];
-#endif
-  for (; i < count; ++i) {
-    const double wide = read(from + i) * scale;
-    total += wide * wide;
-  }
-  return total;
-}
-
-// Statistics cost one or two instructions for each vector: squares are added in float, and a sum of ordinary size
-// proves that all of its terms are fine. Otherwise the block has infinities, NaNs, very large values, or only small
-// ones, and is read again while it is in the caches.
-template <class S, class D, bool kStreaming>
-void scale_block_with_stats(const S* from, D* to, int64_t count, float scale, Stats* stats) {
-  const double sum = write_scaled<S, D, true, kStreaming>(from, to, count, scale);
-  if (sum > kSmallestSum && sum < largest_sum(to)) {
-    stats->sum_of_squares += sum;
-  } else if (sum != 0 || !are_zeros(from, count)) {
-    stats->non_finite |= largest_scaled(from, count, scale) >= first_infinite(to);
-    stats->sum_of_squares += sum_in_double(from, count, scale);
-  }
-}
-
-// In place, the input is overwritten, so a copy is kept.
-template <class S, class D>
-void scale_in_place_with_stats(const S* from, D* to, int64_t count, float scale, Stats* stats) {
-  S kept[kBlock];
-  for (int64_t i = 0; i < count; i += kBlock) {
-    const int64_t numel = count - i < kBlock ? count - i : kBlock;
-    memcpy(kept, from + i, size_t(numel) * sizeof(S));
-    scale_block_with_stats<S, D, false>(kept, to + i, numel, scale, stats);
-  }
-}
-
-template <class S, class D, bool kStreaming>
-void scale_with_stats(const S* from, D* to, int64_t count, float scale, Stats* stats) {
-  if (static_cast<const void*>(from) == to) return scale_in_place_with_stats(from, to, count, scale, stats);
-  for (int64_t i = 0; i < count; i += kBlock) {
-    scale_block_with_stats<S, D, kStreaming>(from + i, to + i, count - i < kBlock ? count - i : kBlock, scale, stats);
-  }
-}
-
-template <class S, class D, bool kStreaming>
-void scale_elements(const S* from, D* to, int64_t count, float scale, Stats* stats) {
-  if (stats == nullptr) {
-    write_scaled<S, D, false, kStreaming>(from, to, count, scale);
-  } else {
-    scale_with_stats<S, D, kStreaming>(from, to, count, scale, stats);
-  }
+  for (; i < count; ++i) write(to + i, read(from + i) * scale);
   if (kStreaming) end_streaming();
 }
 
 template <class S, class D>
-void scale_elements(const void* source, void* destination, int64_t count, float scale, bool streaming, Stats* stats) {
+void scale_elements(const void* source, void* destination, int64_t count, float scale, bool streaming) {
   const S* from = static_cast<const S*>(source);
   D* to = static_cast<D*>(destination);
   // Scaling in place has already fetched its output. Memory that is not aligned to its elements never becomes aligned.
   const bool is_odd = reinterpret_cast<uintptr_t>(to) % sizeof(D) != 0;
-  if (!streaming || source == destination || is_odd) return scale_elements<S, D, false>(from, to, count, scale, stats);
+  if (!streaming || source == destination || is_odd) return scale_elements<S, D, false>(from, to, count, scale);
   const int64_t misaligned = int64_t(-reinterpret_cast<intptr_t>(to) & 63) / int64_t(sizeof(D));
   const int64_t head = misaligned < count ? misaligned : count;
-  scale_elements<S, D, false>(from, to, head, scale, stats);
-  scale_elements<S, D, true>(from + head, to + head, count - head, scale, stats);
+  scale_elements<S, D, false>(from, to, head, scale);
+  scale_elements<S, D, true>(from + head, to + head, count - head, scale);
 }
 
 template <class S>
-void scale_from(
-    Dtype to, const void* source, void* destination, int64_t count, float scale, bool streaming, Stats* stats) {
+void scale_from(Dtype to, const void* source, void* destination, int64_t count, float scale, bool streaming) {
   switch (to) {
-    case kFloat32: return scale_elements<S, Float32>(source, destination, count, scale, streaming, stats);
-    case kBFloat16: return scale_elements<S, BFloat16>(source, destination, count, scale, streaming, stats);
-    default: return scale_elements<S, Float16>(source, destination, count, scale, streaming, stats);
+    case kFloat32: return scale_elements<S, Float32>(source, destination, count, scale, streaming);
+    case kBFloat16: return scale_elements<S, BFloat16>(source, destination, count, scale, streaming);
+    default: return scale_elements<S, Float16>(source, destination, count, scale, streaming);
   }
 }
 
 void scale_elements(Dtype from, Dtype to, const void* source, void* destination, int64_t count, float scale,
-                    bool streaming, Stats* stats) {
+                    bool streaming) {
   switch (from) {
-    case kFloat32: return scale_from<Float32>(to, source, destination, count, scale, streaming, stats);
-    case kBFloat16: return scale_from<BFloat16>(to, source, destination, count, scale, streaming, stats);
-    default: return scale_from<Float16>(to, source, destination, count, scale, streaming, stats);
+    case kFloat32: return scale_from<Float32>(to, source, destination, count, scale, streaming);
+    case kBFloat16: return scale_from<BFloat16>(to, source, destination, count, scale, streaming);
+    default: return scale_from<Float16>(to, source, destination, count, scale, streaming);
   }
 }
 

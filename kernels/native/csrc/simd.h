@@ -13,9 +13,8 @@ struct Extremes {
 static_assert(sizeof(Extremes) == 8, "8 bytes");
 
 struct Loops {
-  // destination[i] = source[i] * scale, with stats (unless null) of the written values; streaming bypasses the caches.
-  void (*scale)(Dtype from, Dtype to, const void* source, void* destination, int64_t count, float scale, bool streaming,
-                Stats* stats);
+  // destination[i] = source[i] * scale; streaming bypasses the caches.
+  void (*scale)(Dtype from, Dtype to, const void* source, void* destination, int64_t count, float scale, bool streaming);
   void (*average)(Dtype dtype, void* x, const void* sum, const void* copy, int64_t count, float world_size);
   void (*find_extremes)(Dtype dtype, const void* from, int64_t count, Extremes* found);
   void (*encode)(Dtype dtype, const void* from, int64_t count, const Extremes& extremes, uint8_t* codes);
