@@ -4,13 +4,6 @@ Note [A class of the accelerator's own]
 `Accelerator.prepare_model` constructs DistributedDataParallel, and Accelerate has no extension point there. So the
 accelerator gets a class derived from its own, which overrides the few methods that require a DistributedDataParallel.
 All others use methods that a replicated module has (``no_sync``), or take any module.
-
-Note [Counts of a Trainer]
-With ``average_tokens_across_devices`` Trainer gathers a step's number of items, which the losses of its micro-batches
-divide sums by. Here all steps but the first pass the *first* step's number to them, so that losses keep about their
-size (a GradScaler depends on it), and ``model.normalize_by`` corrects the gradients by the ratio of the two numbers.
-This is right if losses are proportional to 1 / number: not if they ignore it, or add an auxiliary loss. The first step,
-which is Trainer's own, tells: the number is a leaf of its graph, whose gradient has to be -loss / number.
 """
 
 from __future__ import annotations
@@ -20,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 try:
@@ -117,79 +109,8 @@ def _use_trainer(trainer: Any, arguments: dict[str, Any], log_communication: boo
         log({**logs, **_scalars(trainer.accelerator)} if "loss" in logs else logs, *args, **kwargs)
 
     setattr(trainer, _CREATES, create_and_use)
-    if hasattr(trainer.args, "average_tokens_across_devices"):  # older releases have none
-        _TokenCounts(trainer)
     if log_communication:
         trainer.log = log_with_communication
-
-
-class _TokenCounts:
-    """Overrides two methods of a Trainer; see Note [Counts of a Trainer]."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._number: Tensor | None = None  # of items in the first step
-        self._is_proportional: bool | None = None  # losses to 1 / number; None until the first step is over
-        self._own = self._sum = torch.zeros(())  # number of items and losses of this step, on this rank
-        self._num_left = 0  # micro-batches of this step that are still to come, or to show that they are proportional
-        self._get_batches, self._train = trainer.get_batch_samples, trainer.training_step
-        trainer.get_batch_samples, trainer.training_step = self.get_batch_samples, self.training_step
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> tuple[list[Any], Any]:
-        """A step's batches, and the number that their losses divide by."""
-        arguments, accelerator = self._trainer.args, self._trainer.accelerator
-        if self._number is not None and self._is_proportional is None:
-            is_shown = torch.tensor(not self._num_left, device=self._number.device)
-            self._is_proportional = bool(accelerator.gather(is_shown).all())
-        if self._is_proportional is False or not arguments.average_tokens_across_devices or not self._may_count():
-            return self._get_batches(epoch_iterator, num_batches, *args)
-        arguments.average_tokens_across_devices = False
-        try:
-            batches, own = self._get_batches(epoch_iterator, num_batches, *args)
-        finally:
-            arguments.average_tokens_across_devices = True
-        if own is None:
-            return batches, None
-        self._own, self._sum, self._num_left = own, torch.zeros_like(own), len(batches)
-        # If data end within a step, Trainer does not step the optimizer, and the next step's gradients come on top.
-        if self._is_proportional and len(batches) == num_batches and accelerator.sync_gradients:
-            return batches, self._number
-        number = accelerator.gather(own).sum()
-        if self._number is None:
-            self._number = number = number.float().requires_grad_()
-        return batches, number
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The loss of a micro-batch. After the first step, that of all in the last micro-batch, and 0 before."""
-        number = self._number
-        if number is None or num_items_in_batch is not number:
-            return self._train(model, inputs, num_items_in_batch)
-        number.grad = None
-        if not self._is_proportional:
-            loss: Tensor = self._train(model, inputs, number)
-            self._num_left -= self._shows_proportion(loss, number)
-            return loss
-        self._num_left -= 1
-        is_last = not self._num_left  # which is counted for all: their counts are not known one by one
-        ratio = self._own.double() * self._trainer.accelerator.num_processes / number.detach()
-        model.normalize_by(ratio * is_last, loss=ratio.new_tensor(is_last))
-        loss = self._train(model, inputs, number)
-        self._sum = self._sum + loss
-        # Since the losses were given as 1 on each rank, their mean is the ratio of the two numbers.
-        return (self._sum * model.mean_loss).to(loss.dtype) if is_last else torch.zeros_like(loss)
-
-    def _may_count(self) -> bool:
-        """Whether the model takes `normalize_by` in all micro-batches of a step."""
-        model, state = self._trainer.model_wrapped, self._trainer.accelerator.gradient_state
-        if not isinstance(model, ReplicatedModule) or state.plugin_kwargs.get("sync_each_batch", False):
-            return False  # nothing in it is trained, or each micro-batch is reduced
-        present = in_force(state_of(model), model.comm_algorithm)
-        return present.keys().isdisjoint({Feature.AVERAGES, Feature.BEYOND_GROUP, Feature.DELAYED})
-
-    def _shows_proportion(self, loss: Tensor, number: Tensor) -> bool:
-        scaler = self._trainer.accelerator.scaler
-        expected = -loss / number.detach() * (1.0 if scaler is None else scaler.get_scale())
-        return number.grad is not None and torch.allclose(number.grad, expected.to(number.dtype), rtol=1e-5, atol=0.0)
 
 
 def _scalars(accelerator: accelerate.Accelerator) -> dict[str, float]:
@@ -278,6 +199,12 @@ class _ReplicatesModels:
         accelerator: Any = self
         models = [model for model in accelerator._models if isinstance(model, ReplicatedModule)]
         if any(state_of(model).reducer.normalizer.awaits_backward for model in models):
+            if len(models) > 1:  # whose loss it is cannot be told
+                raise ReplicationError(
+                    f"{this_rank()}: accelerator.backward() divides losses by gradient_accumulation_steps, except those"
+                    f" that model.normalize_by() has counted, and one of {len(models)} models awaits such a backward;"
+                    " call loss.backward() instead, and divide the losses of the others yourself"
+                )
             loss = loss * accelerator.gradient_accumulation_steps
         super().backward(loss, **kwargs)  # type: ignore[misc]
 

@@ -294,7 +294,7 @@ class Step:
             where = f" ({', '.join(places)})" if places else ""
             parts.append(f"exposed {format_ms(self.exposed_s)}{where}")
         if (of_counts_s := max(rank.counts_s for rank in self.ranks)) >= least_s:
-            parts.append(f"of that {format_ms(of_counts_s)} for counts")
+            parts.append(f"counts {format_ms(of_counts_s)}")
         if (norm_s := max(rank.norm_s for rank in self.ranks)) >= least_s:
             hidden_s = min(rank.norm_hidden_s for rank in self.ranks)
             parts.append(f"norms {format_ms(norm_s)} ({format_ms(hidden_s)} hidden)")
