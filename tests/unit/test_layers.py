@@ -136,7 +136,7 @@ def test_every_folder_is_read() -> None:
 #: of one line do not know each other. A folder stands for its own files, not for the folders in it; the modules at the
 #: top of the package, which are the public ones, stand for themselves.
 LAYERS = [
-    ["errors", "graph_ops", "torch_internals", "checkout"],
+    ["errors", "graph_ops", "torch_internals", "checkout", "comm_hooks"],
     ["config", "plan", "kernels.contract"],
     ["report"],
     ["kernels.native"],
