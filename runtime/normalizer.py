@@ -74,19 +74,25 @@ class Normalizer:
 
     # The user counts.
 
-    def add(self, count: Any, loss: Any, is_last: bool, is_sealed: bool) -> None:
+    def add(self, count: Any, loss: Any, is_last: bool, is_sealed: bool, holds_gradients: Callable[[], bool]) -> None:
         """Count a micro-batch, see ``ReplicatedModule.normalize_by``.
 
         Args:
             is_last: Whether the message can be sent: the backward is to be reduced. If False, the backward sends it.
             is_sealed: Whether the first backward has come.
+            holds_gradients: Whether any parameter has a ``.grad``.
         """
         count, loss = self._checked(count), self._checked_loss(loss)
+        if self._counts and not self._is_first and not holds_gradients():
+            self._begin_step()  # the user has left the step, for example after an error, and dropped its gradients
         self._next_micro_batch()
         if self._is_counted:
+            self._begin_step()
             raise ReplicationError(
                 f"{this_rank()}: model.normalize_by() was called twice for one backward. Call it once before each"
-                " backward, with the sum of the counts; inside model.no_sync() if the backward's forward is"
+                " backward, with the sum of the counts; inside model.no_sync() if the backward's forward is. The counts"
+                " of this step are dropped: if its backward was left out after an error, call optimizer.zero_grad() and"
+                " begin the step again"
             )
         if bool(self._losses) != (loss is not None) and self._counts:
             raise ReplicationError(
@@ -175,7 +181,7 @@ class Normalizer:
         self._next_micro_batch()
 
     def forward_raised(self) -> None:
-        """A forward whose backward was to be reduced has raised: if it has been counted, forget that."""
+        """A forward with gradients has raised: if its micro-batch has been counted, forget that."""
         if self._is_counted:
             self._counts.pop()
             self._losses = self._losses[: len(self._counts)]

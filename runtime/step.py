@@ -137,9 +137,10 @@ class Step:
                 algorithm.step_watch.forward_begins(synchronize)
             algorithm.before_forward(synchronize)
 
-    def forward_raised(self) -> None:
+    def forward_raised(self, synchronize: bool) -> None:
         """The forward that was announced by `prepare_for_backward` has raised, so it has no backward."""
-        self._lifecycle.forward_raised()
+        if synchronize:
+            self._lifecycle.forward_raised()
         self.normalizer.forward_raised()
 
     def search_unused_parameters(self, outputs: Any) -> None:
@@ -253,6 +254,10 @@ class Step:
         plan, (_, is_any_counting, is_any_not_counting) = self._set.seal(self._queue.algorithm.name, own)
         self.normalizer.agree(is_any_counting, is_any_not_counting)
         self._on_plan_sealed(plan)
+
+    def holds_gradients(self) -> bool:
+        """Whether any parameter has a ``.grad``, or a gradient in shards."""
+        return any(p.grad is not None for p in self.parameters) or self._queue.algorithm.sharding.holds_gradients()
 
     def _hold_values(self, without: Sequence[int]) -> bool:
         """Whether anything but zeros is in the ``.grad`` of other parameters than these, or in shards."""

@@ -27,6 +27,7 @@ from ddp_compile.api import ddp_compile
 from ddp_compile.errors import ReplicationError, this_rank, with_article
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.functions import is_replicated, no_sync, unwrap
+from ddp_compile.integrations.token_counts import TokenCounts, has_counts
 from ddp_compile.module.mixin import ReplicatedModule, state_of
 
 OLDEST = "1.0.0"
@@ -38,7 +39,7 @@ _LOGS = "_ddp_compile_logs_communication"
 _CREATES = "create_accelerator_and_postprocess"  # Trainer's method that makes its accelerators
 
 
-def use(accelerator: UsedT, *, log_communication: bool = False, **arguments: Any) -> UsedT:
+def use(accelerator: UsedT, *, log_communication: bool = False, gather_counts: bool = False, **arguments: Any) -> UsedT:
     """Make ``accelerator.prepare`` replicate models with ``ddp_compile`` instead of DistributedDataParallel.
 
     Call it before anything is prepared::
@@ -55,6 +56,9 @@ def use(accelerator: UsedT, *, log_communication: bool = False, **arguments: Any
             search.
         log_communication: Whether `Accelerator.log`, or Trainer with each training loss, also logs how long the last
             step computed and waited for communication on this rank, in ms: see docs/look_inside.md.
+        gather_counts: Whether Trainer gathers the number of tokens before each step for its
+            ``average_tokens_across_devices``. If not, the numbers travel beside the step, and it gathers them only for
+            losses that are not proportional to 1 / ``num_items_in_batch``.
         arguments: The arguments of `ddp_compile`, except ``process_group`` and ``device_mesh``. If the accelerator was
             given a DistributedDataParallelKwargs, or Trainer made one, its settings and its comm hook are used too.
 
@@ -78,6 +82,8 @@ def use(accelerator: UsedT, *, log_communication: bool = False, **arguments: Any
         _use_accelerator(accelerator, arguments, log_communication)
     elif hasattr(accelerator, _CREATES):
         _use_trainer(accelerator, arguments, log_communication)
+        if not gather_counts and has_counts(accelerator):
+            TokenCounts(accelerator)
     else:
         raise TypeError(
             f"use() needs an accelerate.Accelerator or a Trainer, not {with_article(type(accelerator).__name__)}"

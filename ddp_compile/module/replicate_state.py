@@ -221,7 +221,8 @@ class ReplicateState:
             self.normalizes = True
         # Ranks without input left join the message in the backward, after what a forward sends.
         is_last = self.requires_sync and not self.uneven_inputs.config.enable
-        self.reducer.normalizer.add(count, loss, is_last, is_sealed=bool(self.reducer.buckets))
+        is_sealed, holds_gradients = bool(self.reducer.buckets), self.reducer.holds_gradients
+        self.reducer.normalizer.add(count, loss, is_last, is_sealed, holds_gradients)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -324,8 +325,7 @@ class ReplicateState:
             outputs = self._call_training(module, *args, **kwargs)
             is_one_graph = runs == [True] and runs is self.backend.runs  # another one after a call inside this one
         except Exception:
-            if self.requires_sync:
-                self.reducer.forward_raised()
+            self.reducer.forward_raised(self.requires_sync)
             raise
         finally:
             self._is_training = False

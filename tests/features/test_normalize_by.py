@@ -355,6 +355,33 @@ def test_forward_that_raises_is_not_counted() -> None:
     torch.testing.assert_close(model.table.weight.grad, gradient, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("error", ["in a later forward", "in a later loss", "in the first loss"])
+@on_ranks(2)
+def test_step_that_is_left_is_not_counted(error: str) -> None:
+    model, loss, count = model_and_loss()
+    model.normalize_by(count)
+    loss().backward()
+    gradient = model.table.weight.grad.clone()
+    model.zero_grad()
+    with model.no_sync():
+        if error != "in the first loss":
+            model.normalize_by(3 * count)
+            loss().backward()
+        model.normalize_by(5 * count)
+        if error == "in a later forward":
+            with pytest.raises(IndexError):
+                model(torch.full((1, 1), 99))
+    model.zero_grad()
+    if error != "in a later forward":
+        loss()  # whose backward is left out
+    if error == "in the first loss":
+        with pytest.raises(ReplicationError, match="counts of this step are dropped"):
+            model.normalize_by(count)
+    model.normalize_by(count)
+    loss().backward()
+    torch.testing.assert_close(model.table.weight.grad, gradient, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

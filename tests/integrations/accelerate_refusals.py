@@ -57,6 +57,13 @@ def used() -> Accelerator:
     return use(new_accelerator(), **SETTINGS)
 
 
+def count_one_of_two_models() -> None:
+    accelerator = used()
+    models = [accelerator.prepare(new_model()) for _ in range(2)]
+    models[0].normalize_by(4)
+    accelerator.backward(models[0](torch.ones(4, 6)).sum())
+
+
 def replicated() -> nn.Module:
     return ddp_compile(new_model(), backend="eager")
 
@@ -94,6 +101,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         lambda: with_kwargs({"bucket_cap_mb": 1}, bucket_cap_mb=5),
         "bucket_cap_mb=1 and DistributedDataParallelKwargs bucket_cap_mb=5; pass it once",
     ),
+    (count_one_of_two_models, r"one of 2 models awaits such a backward; call loss.backward\(\) instead"),
     (lambda: with_kwargs({}, dim=1), "TypeError: .*does not take dim=1; drop dim"),
     (
         lambda: use(new_accelerator(), algorithm=LocalSGD(period=2), **SETTINGS).prepare(new_model()),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hugging_face import call
 from in_ci import only
 from rank_pool import Ranks
@@ -38,6 +39,40 @@ def test_training_is_that_of_ddp(way: str, compiled: bool, tmp_path: Path, ranks
         assert len(ours) == 6 * 2 + 2 + 1
         assert ours[-1][2] == next(loss for _, name, loss in ours if name == "eval_loss")
         assert_close(ours, ddp)
+
+
+REDUCES_EACH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+
+#: Ways to train over 9 steps with uneven numbers of tokens, and how often Trainer still has to gather them.
+UNEVEN: dict[str, tuple[int, dict[str, Any]]] = {
+    "model's loss": (1, {}),
+    "compute_loss_func": (1, {"loss": "summed"}),
+    "without accumulation": (1, {"settings": {"gradient_accumulation_steps": 1}}),
+    "data that end": (9, {"ends": True}),  # in the last step of an epoch, and in the first of the next one
+    "micro-batches reduced": (9, {"settings": REDUCES_EACH}),
+    "delayed gradients": (9, {"delays": True}),
+    "loss that ignores it": (9, {"loss": "ignores"}),
+    "auxiliary loss": (9, {"loss": "auxiliary"}),
+    "own training_step": (9, {"trainer_class": "Doubling"}),
+    "gather_counts": (9, {"gathers": True}),
+    "number not used": (0, {"loss": "unused"}),
+    "means of ranks": (0, {"settings": {"average_tokens_across_devices": False}}),
+}
+
+
+@pytest.mark.parametrize("name", only(["model's loss", "data that end", "auxiliary loss", "number not used"], UNEVEN))
+def test_mean_over_tokens_is_that_of_ddp(name: str, tmp_path: Path, ranks: Ranks) -> None:
+    num_gathers, way = UNEVEN[name]
+    for ours, ddp in ranks(2).run(call, "trainer_ranks.train_uneven", str(tmp_path), **way):
+        assert_close(ours[0], ddp[0])
+        torch.testing.assert_close(ours[1], ddp[1], rtol=1e-5, atol=1e-6)
+        assert ours[2] == num_gathers
+        assert (ddp[2] >= 9) == (num_gathers > 0)
+
+
+def test_loss_that_stops_being_proportional(tmp_path: Path, ranks: Ranks) -> None:
+    for message in ranks(2).run(call, "trainer_ranks.add_a_term_later", str(tmp_path)):
+        assert "in step 3 one is not, and the mean over tokens would be wrong; call use(trainer, gather" in message
 
 
 def test_a_checkpoint_goes_on_as_without_a_stop(tmp_path: Path, ranks: Ranks) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hugging_face
 import torch
@@ -14,8 +17,9 @@ from accelerate_ranks import forget_state
 from accelerate_refusals import error_of
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import TrainerCallback
 
 from ddp_compile.integrations.accelerate import use
 from ddp_compile.module.mixin import ReplicatedModule
@@ -24,17 +28,18 @@ VOCABULARY = 32
 
 
 class Counting(Dataset[dict[str, Tensor]]):
-    """Sequences that count up, each by its own step."""
+    """Sequences that count up, each by its own step; if they are uneven, some tokens of most of them are padding."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, is_uneven: bool = False) -> None:
+        self._size, self._is_uneven = size, is_uneven
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         tokens = (i + torch.arange(12) * (1 + i % 3)) % VOCABULARY
-        return {"input_ids": tokens, "labels": tokens}
+        is_padding = torch.arange(12) >= 2 + 5 * i % 11
+        return {"input_ids": tokens, "labels": tokens.masked_fill(is_padding, -100) if self._is_uneven else tokens}
 
 
 def new_model() -> PreTrainedModel:
@@ -94,6 +99,95 @@ def train_both(folder: str, settings: dict[str, Any]) -> list[list[tuple[int, st
             assert trainer.model_wrapped is trainer.model and trainer.model.bucket_plan.buckets
         histories.append([*history_of(trainer), (3, "best", trainer.evaluate()["eval_loss"])])
     return histories
+
+
+def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any, extra: float = 0.0) -> Tensor:
+    """As a user would write it; with an extra loss that no number divides."""
+    targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    loss = nn.functional.cross_entropy(outputs["logits"].float().flatten(0, 1), targets, reduction="sum")
+    return loss / num_items_in_batch + extra * outputs["logits"].square().mean()
+
+
+LOSSES: dict[str, Any] = {
+    "summed": summed_loss,
+    "ignores": lambda outputs, labels, num_items_in_batch: summed_loss(outputs, labels, 60),
+    "auxiliary": partial(summed_loss, extra=0.1),
+}
+
+
+class Ending(IterableDataset[dict[str, Tensor]]):
+    """Uneven sequences, whose end nobody knows before."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (Counting(54, is_uneven=True)[i] for i in range(54))
+
+
+class Doubling(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().training_step(*args, **kwargs)
+
+
+UNEVEN_SETTINGS = {
+    "max_steps": 9,
+    "gradient_accumulation_steps": 4,
+    "optim": "sgd",
+    "learning_rate": 0.2,
+    "max_grad_norm": 0.0,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+}
+
+
+def train_uneven(
+    folder: str,
+    loss: str = "",
+    settings: Any = None,
+    delays: bool = False,
+    ends: bool = False,
+    gathers: bool = False,
+    trainer_class: str = "Trainer",
+) -> list[tuple[Any, ...]]:
+    """With both: what was logged, the parameters after each step, and how often a count was gathered.
+
+    Epochs end in a smaller step, or if ``ends``, before Trainer expects it. If ``delays``, a gradient is in no bucket.
+    """
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+            kept.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+    both = []
+    for ours in (True, False):
+        kept: list[Tensor] = []
+        trainer = new_trainer(False, folder, **{**UNEVEN_SETTINGS, **copy.deepcopy(settings or {})})
+        trainer.__class__ = globals()[trainer_class]
+        trainer.train_dataset = Ending() if ends else Counting(80, is_uneven=True)
+        trainer.compute_loss_func = LOSSES.get(loss)
+        trainer.model_accepts_loss_kwargs = loss != "unused"
+        trainer.add_callback(Keep())
+        head = trainer.model.lm_head.weight
+        delayed = {"delay_all_reduce_named_params": [("lm_head.weight", head)], "param_to_hook_all_reduce": head}
+        if ours:
+            arguments = {"backend": "aot_eager", "bucket_cap_mb": 0.01, "gather_counts": gathers}
+            use(trainer, **arguments, **(delayed if delays else {}))
+        with patch.object(trainer.accelerator, "gather", wraps=trainer.accelerator.gather) as gather:
+            trainer.train()
+        num_counts = sum(call.args[0].shape == () and call.args[0].dtype != torch.bool for call in gather.mock_calls)
+        both.append((history_of(trainer), torch.stack(kept), num_counts))
+    return both
+
+
+def add_a_term_later(folder: str) -> str:
+    """The error of a Trainer whose loss gets a term in the fourth step that the number does not divide."""
+    trainer = new_trainer(False, folder, **UNEVEN_SETTINGS)
+
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
+        return summed_loss(*args, **kwargs, extra=0.1 * (trainer.state.global_step == 3))
+
+    trainer.train_dataset = Counting(80, is_uneven=True)
+    trainer.compute_loss_func = loss
+    use(trainer, backend="aot_eager")
+    return error_of(trainer.train)
 
 
 def resume_both(folder: str) -> list[list[tuple[int, str, float]]]:
