@@ -157,7 +157,7 @@ def shard_optimizer(
     pieces = [
         SteppedPieces(
             each,
-            {id(p): reduced[id(p)] for group in each.param_groups for p in group["params"] if id(p) in reduced},
+            reduced,
             names,
             type(each) in (*_ELEMENTWISE, *_WHOLE),
             lambda: _objection_to_moving(alive()),

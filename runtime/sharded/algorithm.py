@@ -148,8 +148,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     def holds_gradients(self) -> bool:
         """See `Sharding.holds_gradients`."""
-        pieces = self._gradients.pieces.values() if self._gradients.reduced else ()
-        return any(piece.gradient is not None and bool(piece.gradient.any()) for piece in pieces)
+        gradients = [piece.gradient for bucket in self.buckets for piece in bucket.own_pieces]
+        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
         """Add to ``.grad`` of each piece its part of the mean, and hide the gradients of the parameters."""
@@ -200,7 +200,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             return None
         self._gradients.before_reading("model.clip_grad_norm_()")
         self._sharded.end_left_out()  # first, so that its gathers come in the same place on all ranks
-        pieces = [piece.stepped for piece in self._gradients.pieces.values()]
+        pieces = [piece.stepped for bucket in self.buckets for piece in bucket.own_pieces]
         with self._transfers.on_every_rank("model.clip_grad_norm_()"):
             total = norm_over_ranks(pieces, float(norm_type), self._parameters, self._transfers)
         if error_if_nonfinite and not torch.isfinite(total):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.kernels import FlattenPlan
+from ddp_compile.plan.spec import GradientSpec
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.gradient_views import with_own_storage
 from ddp_compile.runtime.comm import error_messages, streams
@@ -24,10 +24,11 @@ from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """The part of one parameter that this rank steps. Rank 0 has the empty parameters that nobody owns.
+    """The part of one parameter that this rank steps. Every rank has a piece of every parameter; it may be empty.
 
     Args:
-        index: Number of the parameter.
+        spec: The parameter's gradient in the plan.
+        place: The parameter's view of the flat buffer.
         begin: The piece's first element, counted in the order of the parameter's memory.
         end: The element after its last one.
         in_shard: Offset of the first element in this rank's reduced gradients.
@@ -36,16 +37,33 @@ class Piece:
             has the parameter's shape for an owner, else shape (end - begin,), or () if the parameter has that shape.
     """
 
-    index: int
+    spec: GradientSpec
+    place: Tensor
     begin: int
     end: int
     in_shard: int
     in_flat: int
     stepped: Parameter
 
+    @property
+    def index(self) -> int:
+        """Number of the parameter."""
+        return self.spec.index
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank steps the piece. All ranks step parameters that have no elements."""
+        return self.stepped.numel() > 0 or self.place.numel() == 0
+
     def view_of_flat(self, flat: Tensor) -> Tensor:
         """This piece's view into a tensor like the flat buffer."""
         return flat[self.in_flat :].as_strided(self.stepped.shape, self.stepped.stride())
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """This piece's elements of a tensor of the parameter's shape, as a new tensor of the piece's shape."""
+        in_memory_order = torch.empty_like(self.place, dtype=value.dtype, device=value.device).copy_(value)
+        part = in_memory_order.as_strided((self.place.numel(),), (1,))[self.begin : self.end].clone()
+        return part.as_strided(self.stepped.shape, self.stepped.stride())
 
     @property
     def gradient(self) -> Tensor | None:
@@ -102,48 +120,27 @@ class ShardedBucket:
             self._addresses = [parameter.data_ptr() for parameter in self.parameters]
             is_low = first.dtype in (torch.bfloat16, torch.float16)
             self.stepped_dtype = torch.float32 if master_weights and is_low else first.dtype  #: of the pieces
-            self.pieces = self._make_pieces()
-            self._copied_pieces = self.pieces if self.is_copied else []
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether pieces are copies in float32, and not views of the flat buffer."""
-        return self.stepped_dtype != self.flat.dtype
+            self.pieces = self._make_pieces()  #: in the order of the parameters
+            self.own_pieces = [piece for piece in self.pieces if piece.is_own]
+            self._copied_pieces = self.own_pieces if self.stepped_dtype != self.flat.dtype else []
 
     def _make_pieces(self) -> list[Piece]:
         rank = self._transfers.rank
         shard, own = self.cut.shards[rank], self.cut.owned[rank]
         pieces = []
         for spec, place, offset in zip(self.spec.gradients, self._layout.views, self._offsets, strict=True):
-            if spec.owner is not None:
-                if spec.owner == rank:
-                    in_shard = len(shard) + offset - own.start
-                    pieces.append(self._piece(spec.index, 0, spec.numel, in_shard, offset, place))
-                continue
-            begin = max(0, shard.start - offset)
-            end = max(begin, min(spec.numel, shard.stop - offset))
-            if begin < end or (not spec.numel and rank == 0):
-                values = self.flat[offset + begin : offset + end]
+            begin, end = max(0, shard.start - offset), min(spec.numel, shard.stop - offset)
+            if spec.owner is None and begin < end:
+                in_shard, values = offset + begin - shard.start, self.flat[offset + begin : offset + end]
                 values = values if place.dim() else values[0]  # the optimizer then keeps numbers, not tensors
-                in_shard = offset + begin - shard.start
-                pieces.append(self._piece(spec.index, begin, end, in_shard, offset + begin, values))
+            elif spec.owner == rank or not spec.numel:
+                begin, end, in_shard, values = 0, spec.numel, len(shard) + offset - own.start, place
+            else:
+                begin, end, in_shard, values = 0, 0, 0, self.flat[:0]
+            is_copied = self.stepped_dtype != values.dtype
+            stepped = Parameter(values.to(self.stepped_dtype) if is_copied else with_own_storage(values))
+            pieces.append(Piece(spec, place, begin, end, in_shard, offset + begin, stepped))
         return pieces
-
-    def _piece(self, index: int, begin: int, end: int, in_shard: int, in_flat: int, values: Tensor) -> Piece:
-        is_copied = self.stepped_dtype != values.dtype
-        stepped = values.to(self.stepped_dtype) if is_copied else with_own_storage(values)
-        return Piece(index, begin, end, in_shard, in_flat, Parameter(stepped))
-
-    def name_of(self, index: int) -> str:
-        """Name of a parameter."""
-        return self.spec.gradients[self._position(index)].fqn
-
-    def has_owner(self, index: int) -> bool:
-        """Whether one rank steps all of this parameter."""
-        return self.spec.gradients[self._position(index)].owner is not None
-
-    def _position(self, index: int) -> int:
-        return self.param_indices.index(index)
 
     # A step.
 
@@ -228,7 +225,7 @@ class ShardedBucket:
         """
         shards = torch.zeros_like(self.flat, dtype=dtype)
         with torch.no_grad():
-            for piece in self.pieces:
+            for piece in self.own_pieces:
                 if (value := value_of(piece)) is not None:
                     piece.view_of_flat(shards).copy_(value)
             self._transfers.all_gather(shards, self.cut).wait()
@@ -239,26 +236,9 @@ class ShardedBucket:
         return assembled
 
     def whole_gradients(self) -> dict[int, Tensor]:
-        """A new tensor for each parameter that has a gradient on any rank; called on every rank."""
-        present = torch.zeros(len(self.parameters), dtype=torch.int64, device=self.flat.device)
-        for piece in self.pieces:
-            if piece.stepped.grad is not None:
-                present[self._position(piece.index)] = 1
-        self._transfers.all_reduce(present, dist.ReduceOp.MAX)
+        """A new tensor for each parameter that has a gradient; called on every rank."""
         values = self.gather_whole(lambda piece: piece.gradient, self.flat.dtype, self.flat.device)
-        is_present = zip(self.param_indices, present.tolist(), strict=True)
-        return {index: values[index] for index, any_has in is_present if any_has}
-
-    def part_of(self, piece: Piece, value: Tensor) -> Tensor:
-        """A piece's elements of a tensor of its parameter's shape, as a new tensor of the piece's shape."""
-        place = self.place_of(piece.index)
-        in_memory_order = torch.empty_like(place, dtype=value.dtype, device=value.device).copy_(value)
-        part = in_memory_order.as_strided((place.numel(),), (1,))[piece.begin : piece.end].clone()
-        return part.as_strided(piece.stepped.shape, piece.stepped.stride())
-
-    def place_of(self, index: int) -> Tensor:
-        """A parameter's view of the flat buffer."""
-        return self._layout.views[self._position(index)]
+        return {piece.index: values[piece.index] for piece in self.pieces if piece.stepped.grad is not None}
 
     def leave(self) -> None:
         """Move the parameters out of the flat buffer."""

@@ -92,8 +92,8 @@ class PartOfTensor(Tensor):
         part.local, part._boxes, done = values, {}, 0
         if values is None:
             return part
-        if values.shape == whole.shape or not whole.numel():  # one rank saves an empty tensor
-            part._boxes[torch.Size([0] * whole.dim())] = values.view(whole.shape)
+        if values.shape == whole.shape:
+            part._boxes[torch.Size([0] * whole.dim())] = values
             return part
         strides = whole.stride()
         order = sorted(range(whole.dim()), key=lambda dim: (-strides[dim], dim))

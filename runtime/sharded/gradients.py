@@ -98,9 +98,8 @@ class ShardedGradients:
 
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
         torch_internals.never_compile(HiddenGradient.__torch_dispatch__)  # backwards inside compiled code call it
-        self.pieces: Mapping[int, Piece] = {}  #: of this rank, by the parameter's number
-        #: Numbers of the parameters whose pieces have gradients, on the ranks that have a piece; only to be read.
-        self.reduced: set[int] = set()
+        self.pieces: Mapping[int, Piece] = {}  #: by the parameter's number, once the parameters are sharded
+        self.reduced: set[int] = set()  #: numbers of the parameters whose pieces have gradients; only to be read
         self._parameters = parameters
         pairs = zip(parameters, names, strict=True)
         self._hidden = [HiddenGradient(p, index, name, self) for index, (p, name) in enumerate(pairs)]
@@ -179,7 +178,7 @@ class ShardedGradients:
                     " those of optimizer.param_groups, which are this rank's parts; zero them with"
                     " optimizer.zero_grad() or model.zero_grad()"
                 )
-            if (is_gone or hidden.is_zeroed) and index in self.pieces:
+            if is_gone or hidden.is_zeroed:
                 self.pieces[index].zero(set_to_none=is_gone)
             hidden.is_zeroed = False
             if is_gone:

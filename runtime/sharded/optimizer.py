@@ -17,7 +17,7 @@ from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharded.checkpoint import PIECES
 from ddp_compile.runtime.sharded.gradients import GradientShard
 from ddp_compile.runtime.sharded.parameters import ShardedParameters
-from ddp_compile.runtime.sharded.states import ShardedStates
+from ddp_compile.runtime.sharded.states import Entry, ShardedStates
 
 
 class SteppedPieces:
@@ -29,14 +29,14 @@ class SteppedPieces:
 
     Args:
         optimizer: Stays the same object.
-        numbers: Those of its reduced parameters, by ``id``.
-        names: Of all its parameters, by ``id``.
+        numbers: Those of the model's reduced parameters, by ``id``.
+        names: Of all the model's parameters, by ``id``.
         is_stepped_by_bucket: Whether its ``step`` may be called once for each bucket.
         objection: Returns why the parameters cannot be moved into flat buffers; empty if they can.
     """
 
     buckets: Sequence[ShardedBucket] = ()  #: those with a parameter of it, in the order in which they are stepped
-    pieces: Sequence[Piece] = ()  #: of its parameters, in plan order
+    pieces: Sequence[Piece] = ()  #: of its reduced parameters, in plan order
 
     def __init__(
         self,
@@ -47,19 +47,17 @@ class SteppedPieces:
         objection: Callable[[], str],
     ) -> None:
         self.name = type(optimizer).__name__
-        self.indices = frozenset(numbers.values())  #: numbers of its reduced parameters
         self._optimizer = optimizer
         self._numbers = numbers
         self._is_stepped_by_bucket = is_stepped_by_bucket
         self._objection = objection
         self._whole: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
-        self._fqns = [names[id(parameter)] for group in self._whole for parameter in group]
-        self._names: list[list[str] | None] = [group.get("param_names") for group in optimizer.param_groups]
-        # Empty parameters, one of each dtype: with them a GradScaler finds gradients on every rank, and asks all.
-        self._witnesses: Sequence[Parameter] = ()
-        self._params: list[list[Parameter]] = []  # of each group, witnesses too
-        self._stepped: list[list[Parameter]] = []  # of each group, without witnesses
-        self._params_of_bucket: list[list[list[Parameter]]] = []
+        #: Numbers of its reduced parameters.
+        self.indices = frozenset(numbers[id(p)] for group in self._whole for p in group if id(p) in numbers)
+        self._names = names
+        self._params: list[list[Parameter]] = []  # pieces in place of the whole parameters of each group
+        # What the optimizer steps at once: buckets, and this rank's non-empty pieces of them in each group.
+        self._rounds: list[tuple[Sequence[ShardedBucket], list[list[Parameter]]]] = []
         self._shown = self._whole  # the groups' parameters now, unless a user has edited them
         self._guarded: list[tuple[Parameter, GradientShard]] = []  # gradients that are plain tensors during a step
         self._non_finite: list[Tensor] = []  # a GradScaler's flags since the last backward
@@ -126,10 +124,22 @@ class SteppedPieces:
         mine = [bucket for bucket in buckets if not self.indices.isdisjoint(bucket.param_indices)]
         self.buckets = tuple(reversed(mine))  # about the order in which a forward reads them
         self.pieces = [piece for bucket in mine for piece in bucket.pieces if piece.index in self.indices]
-        dtypes = sorted({bucket.stepped_dtype for bucket in mine}, key=str)
-        self._witnesses = [Parameter(torch.empty(0, dtype=dtype, device=buckets[0].flat.device)) for dtype in dtypes]
-        self._divide({piece.index: piece.stepped for piece in self.pieces})
-        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, mine, self._transfers)
+        piece_of = {piece.index: piece for piece in self.pieces}
+        entries = [
+            [Entry(self._names[id(p)], p, piece_of.get(self._numbers.get(id(p), -1))) for p in of_group]
+            for of_group in self._whole
+        ]
+        self._params = [
+            [each.parameter if each.piece is None else each.piece.stepped for each in of_group] for of_group in entries
+        ]
+        of_rounds = [[bucket] for bucket in self.buckets] if self._is_stepped_by_bucket else [self.buckets]
+        self._rounds = [(of_round, self._stepped_in(of_round)) for of_round in of_rounds]
+        device = buckets[0].flat.device
+        self._empty_gradients = {
+            dtype: GradientShard.of(torch.empty(0, dtype=dtype, device=device), self._unscaled)
+            for dtype in {piece.stepped.dtype for piece in self.pieces}
+        }
+        self._states = ShardedStates(self._optimizer, entries, mine, self._transfers)
         self._states.cut()
         self._show(self._params)
         if self._loaded is not None:  # again, since torch has cast the states to the dtypes of whole parameters
@@ -138,26 +148,15 @@ class SteppedPieces:
             self._optimizer.load_state_dict({**self._loaded, "param_groups": groups})
         self._add_attributes({PIECES: self})
 
-    def _divide(self, pieces: Mapping[int, Parameter]) -> None:
-        """Find the pieces of each group in each bucket; parameters that are not sharded go with the last bucket."""
-        of_bucket = {index: place for place, bucket in enumerate(self.buckets) for index in bucket.param_indices}
-        self._stepped, self._params_of_bucket = [], [[[] for _ in self._whole] for _ in self.buckets]
-        for number, whole in enumerate(self._whole):
-            stepped, places = [], []
-            for place, parameter in enumerate(whole):
-                index = self._numbers.get(id(parameter))
-                mine = parameter if index is None else pieces.get(index)
-                if mine is not None:
-                    stepped.append(mine)
-                    places.append(place)
-                    bucket = len(self.buckets) - 1 if index is None else of_bucket[index]
-                    self._params_of_bucket[bucket][number].append(mine)
-            self._stepped.append(stepped)
-            if (names := self._names[number]) is not None:
-                self._optimizer.param_groups[number]["param_names"] = [names[place] for place in places]
-        # Witnesses are not stepped: Adagrad, up to torch 2.12, has states only of what it was made with.
-        first, *others = self._stepped
-        self._params = [[*first, *self._witnesses], *others]
+    def _stepped_in(self, buckets: Sequence[ShardedBucket]) -> list[list[Parameter]]:
+        """What is stepped with some buckets; parameters that are not reduced are stepped with the last one.
+
+        Empty pieces are not: Adagrad, up to torch 2.12, has states only of what it was made with.
+        """
+        stepped = {id(piece.stepped) for bucket in buckets for piece in bucket.own_pieces}
+        if self.buckets[-1] in buckets:
+            stepped |= {id(p) for of_group in self._whole for p in of_group if id(p) not in self._numbers}
+        return [[p for p in of_group if id(p) in stepped] for of_group in self._params]
 
     def detach(self, together: bool) -> None:
         """Step whole parameters again; if not all ranks are there, refuse to step."""
@@ -168,13 +167,10 @@ class SteppedPieces:
             vars(self._optimizer).pop(name, None)
         if not self.buckets:
             return
-        self.buckets, self.pieces, self._witnesses = (), (), ()
+        self.buckets, self.pieces, self._rounds = (), (), []
         if edit := self._edit():  # an error would leave the model half unwrapped
             warnings.warn(f"{this_rank()}: an edit is undone: {edit}", stacklevel=2)
         self._put(self._whole)
-        for group, names in zip(self._optimizer.param_groups, self._names, strict=False):
-            if names is not None:
-                group["param_names"] = names
         if together:
             assert self._states is not None
             self._states.join()
@@ -221,10 +217,7 @@ class SteppedPieces:
         self._parameters.step_begins(self)
         try:
             self._unguard_gradients()
-            if self._is_stepped_by_bucket:
-                self._step_all_but_the_last()
-            else:
-                self._show(self._stepped)
+            self._step_all_but_the_last()
         except BaseException:
             self._restore_after_error()
             raise
@@ -233,26 +226,30 @@ class SteppedPieces:
     def _step_all_but_the_last(self) -> None:
         step = type(self._optimizer).step
         step_without_hooks = getattr(step, "__wrapped__", step)
-        for bucket, params in zip(self.buckets[:-1], self._params_of_bucket, strict=False):
+        *others, (_, last) = self._rounds
+        for buckets, params in others:
             self._show(params)
             step_without_hooks(self._optimizer)
-            self._parameters.bucket_is_stepped(bucket, self)
-        self._show(self._params_of_bucket[-1])
+            self._are_stepped(buckets)
+        self._show(last)
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.buckets:
             self._show(self._params)
             self._guard_gradients()
-            for bucket in self.buckets[-1:] if self._is_stepped_by_bucket else self.buckets:
-                self._parameters.bucket_is_stepped(bucket, self)
+            self._are_stepped(self._rounds[-1][0])
             self._parameters.step_ends(self)
+
+    def _are_stepped(self, buckets: Sequence[ShardedBucket]) -> None:
+        for bucket in buckets:
+            self._parameters.bucket_is_stepped(bucket, self)
 
     def _unguard_gradients(self) -> None:
         """Give the step, which may be compiled, plain tensors: compilers do not know the class."""
-        for parameter in (parameter for of_group in self._params for parameter in of_group):
-            if isinstance(gradient := parameter.grad, GradientShard):
-                self._guarded.append((parameter, gradient))
-                parameter.grad = gradient.plain
+        for piece in self.pieces:
+            if isinstance(gradient := piece.stepped.grad, GradientShard) and piece.is_own:
+                self._guarded.append((piece.stepped, gradient))
+                piece.stepped.grad = gradient.plain
 
     def _guard_gradients(self) -> None:
         for parameter, gradient in self._guarded:
@@ -279,18 +276,20 @@ class SteppedPieces:
 
         Args:
             shards: This rank's shard of the gradients of each parameter's bucket, by the parameter's number.
-            reduced: Numbers of the parameters that have a gradient on any rank.
+            reduced: Numbers of the parameters that have a gradient on any rank. Empty pieces get one as well, so that
+                a GradScaler finds gradients on every rank, and asks all.
         """
         self._non_finite = []
         for piece in self.pieces:
-            if piece.index in reduced:
+            if piece.index in reduced and piece.is_own:
                 piece.accumulate(shards[piece.index], self._unscaled)
-        for witness in self._witnesses:
-            witness.grad = GradientShard.of(torch.empty_like(witness), self._unscaled)
+            elif piece.index in reduced and piece.stepped.grad is None:
+                piece.stepped.grad = self._empty_gradients[piece.stepped.dtype]
 
     def _unscaled(self, found_non_finite: Tensor) -> None:
         """A GradScaler has looked at gradients: either all ranks step by them or none does."""
-        what = f"GradScaler's check whether gradients of {self.name} ({self._fqns[0]}, ...) are finite"
+        first = self._names[id(self._whole[0][0])]
+        what = f"GradScaler's check whether gradients of {self.name} ({first}, ...) are finite"
         with self._transfers.on_every_rank(what):
             self._transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
         self._non_finite.append(found_non_finite.clone())  # GradScaler.update() adds up in it
@@ -324,20 +323,20 @@ class SteppedPieces:
             return None
         self._parameters.wait()
         with self._transfers.on_every_rank("optimizer.state_dict()"):
-            return self._states.whole(state_dict, self._names)
+            return self._states.whole(state_dict)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """See `ddp_compile.runtime.sharded.checkpoint.sharded_optimizer_state_dict`."""
         assert self._states is not None
         self._before_states()
         with self._transfers.on_every_rank("sharded_optimizer_state_dict()"):
-            return self._states.parts(self._fqns)
+            return self._states.parts()
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `ddp_compile.runtime.sharded.checkpoint.load_sharded_optimizer_state_dict`."""
         assert self._states is not None
         self._before_states()
-        self._states.load_parts(state_dict, self._fqns)
+        self._states.load_parts(state_dict)
 
     def _state_dict_of_pieces(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         self._before_states()

@@ -92,8 +92,7 @@ class ShardedParameters:
             self._due = list(self._optimizers)
             self._to_gather, self._stepped = list(self.buckets), set()
             self._changed, self._ended = set(), []
-        with_gradient = {piece.index for piece in optimizer.pieces if piece.stepped.grad is not None}
-        self._changed |= (self.gradients.reduced & optimizer.indices) | with_gradient
+        self._changed |= {piece.index for piece in optimizer.pieces if piece.stepped.grad is not None}
         self._stepping, self._stepping_thread = optimizer, threading.get_ident()
         self._raise_guard()
 
