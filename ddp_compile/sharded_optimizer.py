@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
@@ -61,8 +62,6 @@ def shard_optimizer(
     *,
     elementwise: bool = False,
     placement: Literal["auto", "whole"] = "auto",
-    cost: Callable[[Parameter], float] | None = None,
-    allow_uneven: bool = False,
     master_weights: bool = False,
     overlap: bool = True,
 ) -> OptimizersT:
@@ -83,7 +82,8 @@ def shard_optimizer(
         muon, adamw = shard_optimizer([torch.optim.Muon(matrices), torch.optim.AdamW(others)], model)
 
     Optimizers that work element by element get one-dimensional pieces of parameters. The others get whole parameters:
-    each has one owner, the rank that steps it. Owners are chosen so that the ranks have about the same work.
+    each has one owner, the rank that steps it. Owners are chosen so that the ranks have about the same work: Muon's
+    floating-point operations, otherwise elements. If one rank still has much more than the others, a warning says so.
 
     ``optimizer.state_dict()``, called on every rank, returns whole states on the CPU, in the format of an optimizer
     that is not sharded; ``load_state_dict()`` takes that format, from any number of ranks. ``model.unwrap()`` and
@@ -99,10 +99,6 @@ def shard_optimizer(
             parameter, gradient and states, and their states have the parameter's shape, or are numbers.
         placement: ``"whole"`` is a promise for other optimizers: their effect on a parameter depends only on that
             parameter, its gradient and its states. They get whole parameters.
-        cost: The cost of a step of a parameter, by which owners are chosen; the same on every rank. By default the
-            floating-point operations of the Newton-Schulz iteration for Muon, and the number of elements otherwise.
-        allow_uneven: Log a warning instead of raising if there are more ranks than whole parameters, or if one
-            parameter costs more than all others together and so determines the time of a step.
         master_weights: Step parameters of bfloat16 and float16 in float32, by a copy of this rank's part.
         overlap: Let parameters arrive after ``step()`` has returned. A few kinds of reads are not noticed then and need
             ``model.await_parameters()`` first: docs/sharded_optimizer.md lists them. If False, the last optimizer's
@@ -114,7 +110,7 @@ def shard_optimizer(
     Raises:
         TypeError: Not an optimizer.
         ValueError: ``placement`` is not known, or contradicts ``elementwise``.
-        ReplicationError: The optimizer or the model is not of the kind above, or owners would have uneven work.
+        ReplicationError: The optimizer or the model is not of the kind above.
         RanksDifferError: On every rank, if the ranks' optimizers have other settings or parameters.
     """
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -134,9 +130,7 @@ def shard_optimizer(
             _refuse_optimizer(each, elementwise, placement == "whole")
         _refuse_model(model, state)
         _refuse_parameters(optimizers, names, state.reducer.parameters)
-        owners = _owners_of(optimizers, elementwise, reduced, state.process_group.size(), cost)
-        for of_optimizer in owners if not allow_uneven else ():
-            of_optimizer.refuse_if_uneven(_names_of_reduced(state))
+        owners = _owners_of(optimizers, elementwise, reduced, state.process_group.size())
         settings = [(type(each).__name__, _settings_of(each, names)) for each in optimizers]
         described = f"{master_weights} {overlap} {owners} {settings}"
     except ReplicationError as error:  # not raised yet: the other ranks would wait for this one
@@ -147,9 +141,9 @@ def shard_optimizer(
             raise refusal
         if different:
             raise RanksDifferError(
-                f"{this_rank()}: {on_ranks(different)}, the optimizers to be sharded have other settings, costs or"
-                " order of parameters than on rank 0, or are refused, or shard_optimizer was not called; make the same"
-                " call on every rank"
+                f"{this_rank()}: {on_ranks(different)}, the optimizers to be sharded have other settings or order of"
+                " parameters than on rank 0, or are refused, or shard_optimizer was not called; make the same call on"
+                " every rank"
             )
     for of_optimizer in owners:
         of_optimizer.warn_if_uneven()
@@ -214,20 +208,19 @@ def _names_of_reduced(state: Any) -> list[str]:
     return [gradient.fqn for gradient in state.builder.gradients]
 
 
+@dataclass(frozen=True, slots=True)
 class _Sharded(AlgorithmConfig):
-    def __init__(
-        self,
-        optimizers: Sequence[SteppedPieces],
-        names: Sequence[str],
-        owners: Sequence[Owners],
-        master_weights: bool,
-        overlap: bool,
-    ) -> None:
-        self._settings = optimizers, names, owners, master_weights, overlap
+    optimizers: Sequence[SteppedPieces]
+    names: Sequence[str]
+    owners: Sequence[Owners]
+    master_weights: bool
+    overlap: bool
 
     def build(self, process_group: dist.ProcessGroup) -> ShardedAlgorithm:
         """See `AlgorithmConfig.build`."""
-        return ShardedAlgorithm(process_group, *self._settings)
+        return ShardedAlgorithm(
+            process_group, self.optimizers, self.names, self.owners, self.master_weights, self.overlap
+        )
 
 
 def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
@@ -236,33 +229,19 @@ def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
         | {"params": [names[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return repr(_in_full(groups))
-
-
-def _in_full(value: Any) -> Any:
-    """Replace tensors by lists, since ``repr`` shows only four digits of a tensor."""
-    if isinstance(value, Tensor):
-        return "tensor", str(value.dtype), value.tolist()
-    if isinstance(value, Mapping):
-        return {key: _in_full(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_in_full(each) for each in value]
-    return value
+    # ``repr`` shows only four digits of a tensor.
+    return repr(torch_internals.map_leaves(Tensor, lambda tensor: (tensor.dtype, tensor.tolist()), groups))
 
 
 def _owners_of(
-    optimizers: Sequence[Optimizer],
-    elementwise: bool,
-    reduced: Mapping[int, int],
-    world_size: int,
-    cost: Callable[[Parameter], float] | None,
+    optimizers: Sequence[Optimizer], elementwise: bool, reduced: Mapping[int, int], world_size: int
 ) -> list[Owners]:
-    """Choose owners for the optimizers that need whole parameters, jointly for those whose costs have the same unit."""
-    whole: dict[Any, list[Optimizer]] = {}
+    """Choose owners for the optimizers that need whole parameters, jointly for those of one class."""
+    whole: dict[type[Optimizer], list[Optimizer]] = {}
     for each in optimizers:
         if type(each) in _WHOLE or not (type(each) in _ELEMENTWISE or elementwise):
-            whole.setdefault(cost or type(each), []).append(each)
-    return [choose_owners(together, reduced, world_size, cost) for together in whole.values()]
+            whole.setdefault(type(each), []).append(each)
+    return [choose_owners(together, reduced, world_size) for together in whole.values()]
 
 
 def _refuse_arguments(optimizers: Sequence[object], elementwise: bool, placement: str) -> None:

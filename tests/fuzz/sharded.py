@@ -160,7 +160,7 @@ class Training:
         )
         self.optimizers = self.optimizers_of(self.parameters)
         if norms is None:
-            shard_optimizer(self.optimizers, self.model, allow_uneven=True)
+            shard_optimizer(self.optimizers, self.model)
         self.schedules = [optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in self.optimizers]
 
     def optimizers_of(self, parameters: list[nn.Parameter]) -> list[optim.Optimizer]:

@@ -58,12 +58,6 @@ def test_calls() -> None:
             model,
             {},
         ),
-        (
-            "RANK: Adafactor with 1 whole parameter on 2 ranks leaves 1 rank without any",
-            [optim.SGD(parameters[1:]), optim.Adafactor(parameters[:1])],
-            model,
-            {},
-        ),
         ("optimizer=[] has no optimizer", [], model, {}),
         ("placement='flat' with elementwise=False: pass placement='whole'", adamw, model, {"placement": "flat"}),
         (

@@ -437,7 +437,7 @@ def test_zeroing_on_ranks_without_pieces() -> None:
         model: Any = ddp_compile(nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3)), backend="eager")
         parameters = list(model.parameters())
         optimizers = [torch.optim.Muon(parameters[::2]), torch.optim.SGD(parameters[1::2], lr=0.1, momentum=0.9)]
-        shard_optimizer(optimizers, model, allow_uneven=True)
+        shard_optimizer(optimizers, model)
         for step in range(3):
             loss_of(model(batch(step))).backward()
             for optimizer in optimizers:
