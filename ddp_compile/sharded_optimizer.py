@@ -31,6 +31,7 @@ from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 from ddp_compile.runtime.sharded.owners import Owners, choose_owners
+from ddp_compile.runtime.sharded.parameters import ShardedParameters
 
 OptimizersT = TypeVar("OptimizersT", bound=Optimizer | Sequence[Optimizer])
 
@@ -148,17 +149,15 @@ def shard_optimizer(
     for of_optimizer in owners:
         of_optimizer.warn_if_uneven()
     alive = weakref.ref(model)  # the model has the optimizer's pieces: a cycle would live until a collection
-    pieces = [
-        SteppedPieces(
-            each,
-            reduced,
-            names,
-            type(each) in (*_ELEMENTWISE, *_WHOLE),
-            lambda: _objection_to_moving(alive()),
-        )
-        for each in optimizers
-    ]
-    set_comm_algorithm(state, _Sharded(pieces, _names_of_reduced(state), owners, master_weights, overlap), None)
+    parameters = ShardedParameters(
+        dict(zip(_names_of_reduced(state), state.reducer.parameters, strict=True)),
+        [SteppedPieces(each, reduced, names, type(each) in (*_ELEMENTWISE, *_WHOLE)) for each in optimizers],
+        owners,
+        master_weights,
+        overlap,
+        lambda: _objection_to_moving(alive()),
+    )
+    set_comm_algorithm(state, _Sharded(parameters), None)
     return optimizer
 
 
@@ -210,17 +209,11 @@ def _names_of_reduced(state: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Sharded(AlgorithmConfig):
-    optimizers: Sequence[SteppedPieces]
-    names: Sequence[str]
-    owners: Sequence[Owners]
-    master_weights: bool
-    overlap: bool
+    parameters: ShardedParameters
 
     def build(self, process_group: dist.ProcessGroup) -> ShardedAlgorithm:
         """See `AlgorithmConfig.build`."""
-        return ShardedAlgorithm(
-            process_group, self.optimizers, self.names, self.owners, self.master_weights, self.overlap
-        )
+        return ShardedAlgorithm(process_group, self.parameters)
 
 
 def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:

@@ -50,7 +50,6 @@ class HiddenGradient(Tensor):
 
     number: int  #: of the parameter
     fqn: str
-    is_zeroed: bool  #: a user has called ``zero_()``
     owner: weakref.ref[ShardedGradients]  #: weak for the reason of `GradientShard.unscaled`
 
     @staticmethod
@@ -58,8 +57,7 @@ class HiddenGradient(Tensor):
         hidden: HiddenGradient = torch_internals.wrapper_subclass(
             cls, parameter.shape, parameter.stride(), parameter.dtype, parameter.device
         )
-        hidden.number, hidden.fqn, hidden.is_zeroed = number, fqn, False
-        hidden.owner = weakref.ref(owner)
+        hidden.number, hidden.fqn, hidden.owner = number, fqn, weakref.ref(owner)
         return hidden
 
     def __init__(self, parameter: Tensor, number: int, fqn: str, owner: ShardedGradients) -> None:
@@ -81,10 +79,11 @@ class HiddenGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         hidden = next(each for each in torch_internals.tensors_in((args, kwargs)) if isinstance(each, HiddenGradient))
-        if func is torch.ops.aten.zero_.default:
-            hidden.is_zeroed = True
+        owner = hidden.owner()
+        if func is torch.ops.aten.zero_.default and owner is not None:
+            owner.pieces[hidden.number].zero(set_to_none=False)
             return hidden
-        if func in _ACCUMULATIONS and (owner := hidden.owner()) is not None and owner.accumulate(hidden, args[1]):
+        if func in _ACCUMULATIONS and owner is not None and owner.accumulate(hidden, args[1]):
             return hidden if func is torch.ops.aten.add_.Tensor else args[1].clone()
         raise ReplicationError(
             f"{this_rank()}: {func} was called on {hidden.fqn}.grad, which is reduced to shards: no rank has all of it."
@@ -99,22 +98,19 @@ class ShardedGradients:
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
         torch_internals.never_compile(HiddenGradient.__torch_dispatch__)  # backwards inside compiled code call it
         self.pieces: Mapping[int, Piece] = {}  #: by the parameter's number, once the parameters are sharded
-        self.reduced: set[int] = set()  #: numbers of the parameters whose pieces have gradients; only to be read
         self._parameters = parameters
         pairs = zip(parameters, names, strict=True)
         self._hidden = [HiddenGradient(p, index, name, self) for index, (p, name) in enumerate(pairs)]
         self._in_place: set[int] = set()  # numbers of the parameters whose ``.grad`` was set to a hidden gradient
 
     def hide(self, new: Set[int] = frozenset()) -> None:
-        """Hide the gradients that have been reduced, now or before.
+        """Hide the gradients of the pieces that have one.
 
         Args:
             new: Numbers of the parameters that have been reduced now. Of the others, local gradients stay.
         """
-        self.reduced |= new
-        for index in self.reduced:
-            if index in new or self._parameters[index].grad is None:
-                self._hidden[index].is_zeroed = False
+        for index, piece in self.pieces.items():
+            if index in new or (piece.stepped.grad is not None and self._parameters[index].grad is None):
                 self._parameters[index].grad = self._hidden[index]
                 self._in_place.add(index)
 
@@ -148,7 +144,6 @@ class ShardedGradients:
         indices = range(len(self._parameters)) if indices is None else indices
         for index in indices:
             parameter, hidden = self._parameters[index], self._hidden[index]
-            hidden.is_zeroed = False
             if index in self.pieces:
                 self.pieces[index].zero(set_to_none)
             if set_to_none:
@@ -157,10 +152,9 @@ class ShardedGradients:
                 parameter.grad.zero_()
         if set_to_none:
             self._in_place.difference_update(indices)
-            self.reduced.difference_update(indices)
 
     def take_edits(self, in_backward: bool = False) -> None:
-        """Apply to the pieces what users have done to hidden gradients: zeroed them, or set ``.grad`` to None.
+        """Set ``.grad`` of the pieces to None where users have done so with the hidden gradients.
 
         Args:
             in_backward: Whether AccumulateGrad may have added to what a user had set ``.grad`` to.
@@ -170,20 +164,17 @@ class ShardedGradients:
         """
         for index in list(self._in_place):
             hidden, gradient = self._hidden[index], self._parameters[index].grad
-            is_gone = gradient is None or (in_backward and gradient is not hidden)
-            if not is_gone and gradient is not hidden:
+            if gradient is hidden:
+                continue
+            if gradient is not None and not in_backward:
                 raise ReplicationError(
                     f"{this_rank()}: .grad of {hidden.fqn} was set after a backward had reduced it to shards, where no"
                     " step would see it. Change gradients before they are reduced, by hooks on the parameter, or scale"
                     " those of optimizer.param_groups, which are this rank's parts; zero them with"
                     " optimizer.zero_grad() or model.zero_grad()"
                 )
-            if is_gone or hidden.is_zeroed:
-                self.pieces[index].zero(set_to_none=is_gone)
-            hidden.is_zeroed = False
-            if is_gone:
-                self._in_place.remove(index)
-                self.reduced.remove(index)
+            self.pieces[index].zero(set_to_none=True)
+            self._in_place.remove(index)
 
     def before_reading(self, what: str) -> None:
         """The user's call ``what`` is about to use the pieces' gradients: take edits, and refuse local gradients.
@@ -212,7 +203,6 @@ class ShardedGradients:
     def give_back(self, gradients: Mapping[int, Tensor]) -> None:
         """Set ``.grad`` to whole gradients, by number, and hide none from now on; local gradients are added."""
         self.make_way()
-        self.reduced.clear()
         for index, gradient in gradients.items():
             parameter = self._parameters[index]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -32,7 +32,6 @@ class SteppedPieces:
         numbers: Those of the model's reduced parameters, by ``id``.
         names: Of all the model's parameters, by ``id``.
         is_stepped_by_bucket: Whether its ``step`` may be called once for each bucket.
-        objection: Returns why the parameters cannot be moved into flat buffers; empty if they can.
     """
 
     buckets: Sequence[ShardedBucket] = ()  #: those with a parameter of it, in the order in which they are stepped
@@ -44,13 +43,11 @@ class SteppedPieces:
         numbers: Mapping[int, int],
         names: Mapping[int, str],
         is_stepped_by_bucket: bool,
-        objection: Callable[[], str],
     ) -> None:
         self.name = type(optimizer).__name__
         self._optimizer = optimizer
         self._numbers = numbers
         self._is_stepped_by_bucket = is_stepped_by_bucket
-        self._objection = objection
         self._whole: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         #: Numbers of its reduced parameters.
         self.indices = frozenset(numbers[id(p)] for group in self._whole for p in group if id(p) in numbers)
@@ -103,17 +100,6 @@ class SteppedPieces:
     def _add_attributes(self, attributes: Mapping[str, Any]) -> None:
         vars(self._optimizer).update(attributes)
         self._attributes += attributes
-
-    def objection_of_all(self, when: str) -> str:
-        """Why parameters cannot move into flat buffers, in the words of the first rank that objects.
-
-        Returns:
-            The same on every rank; empty if none objects.
-        """
-        own = self._edit() or self._objection()
-        with self._transfers.on_every_rank(when):
-            of_all = self._transfers.objects_of_all(own)
-        return next((f"rank {rank}: {objection}" for rank, objection in enumerate(of_all) if objection), "")
 
     def shard(self, buckets: Sequence[ShardedBucket]) -> None:
         """Step the pieces from now on; called once, at the end of the first backward.
@@ -168,7 +154,7 @@ class SteppedPieces:
         if not self.buckets:
             return
         self.buckets, self.pieces, self._rounds = (), (), []
-        if edit := self._edit():  # an error would leave the model half unwrapped
+        if edit := self.edit():  # an error would leave the model half unwrapped
             warnings.warn(f"{this_rank()}: an edit is undone: {edit}", stacklevel=2)
         self._put(self._whole)
         if together:
@@ -190,10 +176,10 @@ class SteppedPieces:
             group["params"] = list(of_group)  # a list of its own: edits are found by comparing it with ours
 
     def _refuse_edits(self) -> None:
-        if edit := self._edit():
+        if edit := self.edit():
             raise ReplicationError(f"{this_rank()}: {edit}")
 
-    def _edit(self) -> str:
+    def edit(self) -> str:
         """An error message if a user has changed the groups' parameters; empty otherwise."""
         present = [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
         if present == [list(map(id, of_group)) for of_group in self._shown]:
@@ -321,7 +307,7 @@ class SteppedPieces:
     def _whole_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._states is None:
             return None
-        self._parameters.wait()
+        self._parameters.await_parameters()
         with self._transfers.on_every_rank("optimizer.state_dict()"):
             return self._states.whole(state_dict)
 

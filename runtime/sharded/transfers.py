@@ -13,8 +13,7 @@ backends have ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,19 +23,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import DDPCompileError, RanksDifferError, this_rank
+from ddp_compile.errors import RanksDifferError, on_ranks, this_rank
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketSpec
-from ddp_compile.runtime.comm import error_messages, streams
+from ddp_compile.runtime.comm import streams
+from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
+from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.process_groups import objects_of_all
 from ddp_compile.runtime.comm.transfers import Transfer, keep_after
 from ddp_compile.runtime.sharded.cut import Cut
 
 #: Tag of the messages of a reduction; gathers have smaller ones.
 REDUCTION_TAG = 2**15
-
-
-#: What starts to reduce a flat buffer to shards, or to fill in the other ranks' parts of one.
-_Start = Callable[[Tensor, Cut], Transfer]
 
 
 def _reduction(works: Sequence[dist.Work], parts: Sequence[Tensor], flat: Tensor) -> Transfer:
@@ -68,59 +65,6 @@ def _reduce_scatter_by_collective(group: dist.ProcessGroup, flat: Tensor, cut: C
     return _reduction([torch_internals.reduce_scatter_single(shard, whole, group)], [shard], flat)
 
 
-def _all_gather_by_collective(group: dist.ProcessGroup, flat: Tensor, cut: Cut) -> Transfer:
-    shard = flat[group.rank() * cut.shard_numel :][: cut.shard_numel]
-    return Transfer([torch_internals.all_gather_single(flat, shard, group)])
-
-
-class _Messages:
-    """Messages from rank to rank.
-
-    The messages of a gather have its number as their tag, so that those of a rank that has left out a step do not reach
-    the others in the place of the next step's.
-
-    Args:
-        is_gloo: Start each message by itself; otherwise all of a bucket at once, which NCCL needs.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, is_gloo: bool) -> None:
-        self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
-        self._others = [rank for rank in range(group.size()) if rank != group.rank()]
-        self._is_gloo = is_gloo
-        self._num_gathers = 0
-
-    def reduce_scatter(self, flat: Tensor, cut: Cut) -> Transfer:
-        rank = self._group.rank()
-        own = cut.parts_of(rank, flat)
-        contributions = flat.new_empty((len(self._others), cut.numel_of(rank)))
-        into = dict(zip(self._others, contributions, strict=True))
-        received = {other: list(row.split([part.numel() for part in own])) for other, row in into.items()}
-        works = self._exchange({other: cut.parts_of(other, flat) for other in self._others}, received, REDUCTION_TAG)
-        mine = own[0] if len(own) == 1 else torch.cat(own) if own else flat[:0]
-        return _reduction(works, [into.get(each, mine) for each in range(self._group.size())], flat)
-
-    def all_gather(self, flat: Tensor, cut: Cut) -> Transfer:
-        self._num_gathers += 1
-        own = cut.parts_of(self._group.rank(), flat)
-        into = {other: cut.parts_of(other, flat) for other in self._others}
-        return Transfer(self._exchange(dict.fromkeys(self._others, own), into, self._num_gathers % REDUCTION_TAG))
-
-    def _exchange(
-        self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]], tag: int
-    ) -> list[dist.Work]:
-        incoming = [(rank, part) for rank, parts in received.items() for part in parts]
-        outgoing = [(rank, part) for rank, parts in sent.items() for part in parts]
-        with torch_internals.unprofiled_messages():
-            if self._is_gloo:
-                works: list[dist.Work] = [self._group.recv([part], rank, tag) for rank, part in incoming]
-                works += [self._group.send([part], rank, tag) for rank, part in outgoing]
-                return works
-            operations = [dist.P2POp(dist.irecv, part, self._ranks[rank], self._group, tag) for rank, part in incoming]
-            operations += [dist.P2POp(dist.isend, part, self._ranks[rank], self._group, tag) for rank, part in outgoing]
-            return dist.batch_isend_irecv(operations) if operations else []
-
-
 class ShardTransfers:
     """Sends shards between the ranks of process groups that nobody else uses.
 
@@ -130,21 +74,14 @@ class ShardTransfers:
 
     def __init__(self, for_gathers: dist.ProcessGroup, for_gradients: dist.ProcessGroup, device: torch.device) -> None:
         self._group = for_gathers
+        self._gradients_group = for_gradients
         self._device = device
         self.rank = for_gathers.rank()
         self.world_size = for_gathers.size()
+        self._others = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._is_gloo = torch_internals.backend_name(for_gathers, device) == "gloo"
         # gloo reads messages at the tensor's data pointer, which has to point to host memory.
-        is_gloo = torch_internals.backend_name(for_gathers, device) == "gloo"
-        self._by_messages = is_gloo and not streams.has_streams(device)
-        reduce_scatter = _Messages(for_gradients, is_gloo).reduce_scatter
-        all_gather = _Messages(for_gathers, is_gloo).all_gather
-        self._uneven: tuple[_Start, _Start] = reduce_scatter, all_gather
-        self._even: tuple[_Start, _Start] = reduce_scatter, all_gather
-        if not self._by_messages:
-            self._even = (
-                partial(_reduce_scatter_by_collective, for_gradients),
-                partial(_all_gather_by_collective, for_gathers),
-            )
+        self._by_messages = self._is_gloo and not streams.has_streams(device)
         self._gathers: list[Transfer] = []  # those that may not have been waited for
         self._num_gathers = 0
         if streams.work_blocks_host(for_gathers, device):
@@ -165,18 +102,53 @@ class ShardTransfers:
         """Start to add up a flat buffer, shape (n,), over the ranks; the result is the sum of what this one keeps."""
         if self.world_size == 1:
             return _reduction((), [flat.clone()], flat)
-        reduce_scatter, _ = self._even if cut.is_even else self._uneven
-        return reduce_scatter(flat, cut)
+        if cut.is_even and not self._by_messages:
+            return _reduce_scatter_by_collective(self._gradients_group, flat, cut)
+        own = cut.parts_of(self.rank, flat)
+        contributions = flat.new_empty((len(self._others), cut.numel_of(self.rank)))
+        into = dict(zip(self._others, contributions, strict=True))
+        received = {other: list(row.split([part.numel() for part in own])) for other, row in into.items()}
+        sent = {other: cut.parts_of(other, flat) for other in self._others}
+        works = self._exchange(self._gradients_group, sent, received, REDUCTION_TAG)
+        mine = own[0] if len(own) == 1 else torch.cat(own) if own else flat[:0]
+        return _reduction(works, [into.get(each, mine) for each in range(self.world_size)], flat)
 
     def all_gather(self, flat: Tensor, cut: Cut) -> Transfer:
         """Start to give every rank what the others keep of a flat buffer; on every rank in the same order."""
         if self.world_size == 1:
             return Transfer()
-        _, all_gather = self._even if cut.is_even else self._uneven
         self._num_gathers += 1
-        gather = all_gather(flat, cut)
+        if cut.is_even and not self._by_messages:
+            shard = flat[self.rank * cut.shard_numel :][: cut.shard_numel]
+            gather = Transfer([torch_internals.all_gather_single(flat, shard, self._group)])
+        else:
+            sent = dict.fromkeys(self._others, cut.parts_of(self.rank, flat))
+            received = {other: cut.parts_of(other, flat) for other in self._others}
+            # With their number as the tag, messages of a rank that has left out a step do not reach the others in the
+            # place of the next step's.
+            gather = Transfer(self._exchange(self._group, sent, received, self._num_gathers % REDUCTION_TAG))
         self._gathers[:] = [each for each in self._gathers if not each.is_done] + [gather]
         return gather
+
+    def _exchange(
+        self,
+        group: dist.ProcessGroup,
+        sent: Mapping[int, Sequence[Tensor]],
+        received: Mapping[int, Sequence[Tensor]],
+        tag: int,
+    ) -> list[dist.Work]:
+        incoming = [(rank, part) for rank, parts in received.items() for part in parts]
+        outgoing = [(rank, part) for rank, parts in sent.items() for part in parts]
+        with torch_internals.unprofiled_messages():
+            if self._is_gloo:
+                works: list[dist.Work] = [group.recv([part], rank, tag) for rank, part in incoming]
+                return works + [group.send([part], rank, tag) for rank, part in outgoing]
+            operations = [  # NCCL needs all of a bucket at once
+                dist.P2POp(function, part, dist.get_global_rank(group, rank), group, tag)
+                for function, parts in ((dist.irecv, incoming), (dist.isend, outgoing))
+                for rank, part in parts
+            ]
+            return dist.batch_isend_irecv(operations) if operations else []
 
     def _agree_on(self, what: str) -> None:
         """Check that all ranks are about to do the same: gloo ends a process whose message has another size.
@@ -186,25 +158,19 @@ class ShardTransfers:
         """
         if self.world_size == 1 or not self._by_messages:
             return
-        number = zlib.crc32(f"{what} after {self._num_gathers} gathers".encode())
-        extremes = torch.tensor([number, -number])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
-        if extremes.tolist() != [number, -number]:
+        here = f"{what} after {self._num_gathers} gathers".encode()
+        if different := ranks_unlike_rank_0(here, self._group, self._device):
             raise RanksDifferError(
-                f"{this_rank()}: {what} has met something else on another rank, or stands between other steps of"
-                " optimizers there, and waits for all ranks; call the same on every rank, in the same order"
+                f"{this_rank()}: {what} waits for all ranks, but {on_ranks(different)} another call waits than on rank"
+                " 0, or the same one between other steps of optimizers; call the same on every rank, in the same order"
             )
 
     @contextmanager
     def on_every_rank(self, what: str) -> Iterator[None]:
         """Wrap a wait for all ranks in the user's call ``what``: raise if a rank does not come or calls another."""
-        try:
+        with Exchange(f"{what}, to be called on every rank,"):
             self._agree_on(what)
             yield
-        except DDPCompileError:
-            raise
-        except RuntimeError as error:
-            raise error_messages.exchange_failed(f"{what}, to be called on every rank,", error) from error
 
     def all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         """Set small values to their sum over all ranks, or to their maximum."""

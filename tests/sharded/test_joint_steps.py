@@ -108,7 +108,7 @@ def test_optimizers_stepped_in_another_order() -> None:
     transfers, order = pair.model.comm_algorithm._transfers, []
     all_gather = transfers.all_gather
     transfers.all_gather = lambda flat, cut: order.append(cut) or all_gather(flat, cut)
-    buckets = [bucket.cut for bucket in reversed(pair.model.comm_algorithm.buckets)]
+    buckets = [bucket.cut for bucket in reversed(pair.model.comm_algorithm.sharding.buckets)]
     for step in range(1, 5):
         loss_of(pair.model(batch(step))).backward()
         pair.follow()
@@ -133,13 +133,13 @@ def test_collective_between_other_steps() -> None:
     rank = dist.get_rank()
     loss_of(model(batch(0))).backward()
     optimizers[rank].step()  # rank 0 has started a gather, and rank 1 none
-    told = f"RanksDifferError: rank {rank}: model.full_gradients() has met something else on another rank, or stands"
+    told = f"RanksDifferError: rank {rank}: model.full_gradients() waits for all ranks, but on rank 1 another call"
     assert told in said_by(model.full_gradients)
     optimizers[1 - rank].step()
     model.zero_grad()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model(batch(1)))).backward()
-    named = f"gradients of SGD ({('first', 'norm')[rank]}.weight, ...) are finite has met something else"
+    named = f"gradients of SGD ({('first', 'norm')[rank]}.weight, ...) are finite waits for all ranks"
     assert named in said_by(lambda: scaler.step(optimizers[rank]))
 
 

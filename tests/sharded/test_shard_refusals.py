@@ -313,7 +313,7 @@ def test_different_calls() -> None:
     model, _ = make()
     loss_of(model(batch(0))).backward()
     what = ("model.clip_grad_norm_()", "model.full_gradients()")[dist.get_rank()]
-    with refused(f"RanksDifferError: RANK: {what} has met something else on another rank"):
+    with refused(f"RanksDifferError: RANK: {what} waits for all ranks, but on rank 1 another call"):
         model.full_gradients() if dist.get_rank() else model.clip_grad_norm_(1.0)
 
 

@@ -71,7 +71,7 @@ def test_reads_after_an_early_failure() -> None:
 
     def fail(*_: Any) -> None:
         nonlocal under_way
-        under_way = sum(bucket.is_gathering for bucket in model.comm_algorithm.buckets)
+        under_way = sum(bucket.is_gathering for bucket in model.comm_algorithm.sharding.buckets)
         raise ValueError
 
     model._register_buffer_comm_hook(None, fail, "PRE_FORWARD")

@@ -122,9 +122,9 @@ def test_documented_calls_wait() -> None:
     waiting = []
     for step, (name, call) in enumerate(calls.items()):
         plain(model, optimizer, step)
-        assert {bucket.is_gathering for bucket in model.comm_algorithm.buckets} == {True}
+        assert {bucket.is_gathering for bucket in model.comm_algorithm.sharding.buckets} == {True}
         call()
-        states = {bucket.is_gathering for bucket in model.comm_algorithm.buckets}
+        states = {bucket.is_gathering for bucket in model.comm_algorithm.sharding.buckets}
         waiting += [name] if states == {False} else []
         model.await_parameters()
     assert waiting == [name for name in calls if "zero_grad" not in name]
@@ -192,16 +192,16 @@ def test_forward_waits_before_each_read(backend: str, split: str) -> None:
     model, optimizer = make(backend=backend, split=split)
     for step in range(3):
         plain(model, optimizer, step)
-    algorithm = model.comm_algorithm
+    sharding = model.comm_algorithm.sharding
     assert "gathered parameters are waited for part by part" in str(model.explain())
-    wait = algorithm.await_parameters
+    wait = sharding.await_parameters
 
     def noted(indices: Any = None) -> None:
         wait(indices)
-        with torch.profiler.record_function(f"left {sum(bucket.is_gathering for bucket in algorithm.buckets)}"):
+        with torch.profiler.record_function(f"left {sum(bucket.is_gathering for bucket in sharding.buckets)}"):
             pass
 
-    algorithm.await_parameters = noted
+    sharding.await_parameters = noted
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         outputs = model(batch(3))
     loss_of(outputs).backward()
@@ -235,7 +235,7 @@ def bytes_of_states() -> tuple[int, int, int]:
     other, other_optimizer = make(sharded=False)
     for each in ((model, optimizer), (other, other_optimizer)):
         plain(*each, 0)
-    shards, element = model.comm_algorithm.buckets, 4
+    shards, element = model.comm_algorithm.sharding.buckets, 4
     # Operators take the same elements in vectors, and the same ones one by one, in a piece and in the whole.
     assert all(piece.begin * element % PADDED_ALIGNMENT_BYTES == 0 for bucket in shards for piece in bucket.pieces)
     padding = sum(b.cut.shard_numel * dist.get_world_size() * element for b in shards) - 4 * sum(
