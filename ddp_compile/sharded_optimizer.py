@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn, optim
@@ -61,8 +61,7 @@ def shard_optimizer(
     optimizer: OptimizersT,
     model: nn.Module,
     *,
-    elementwise: bool = False,
-    placement: Literal["auto", "whole"] = "auto",
+    elementwise: bool | None = None,
     master_weights: bool = False,
     overlap: bool = True,
 ) -> OptimizersT:
@@ -96,10 +95,9 @@ def shard_optimizer(
             work element by element (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD),
             and Muon and Adafactor, which get whole parameters.
         model: Returned by ``ddp_compile``, with the default algorithm.
-        elementwise: A promise for other optimizers: their effect on an element depends only on that element's
-            parameter, gradient and states, and their states have the parameter's shape, or are numbers.
-        placement: ``"whole"`` is a promise for other optimizers: their effect on a parameter depends only on that
-            parameter, its gradient and its states. They get whole parameters.
+        elementwise: A promise for other optimizers. True: their effect on an element depends only on that element's
+            parameter, gradient and states, and their states have the parameter's shape, or are numbers. False: they
+            need whole parameters, and their effect on one depends only on it, its gradient and its states.
         master_weights: Step parameters of bfloat16 and float16 in float32, by a copy of this rank's part.
         overlap: Let parameters arrive after ``step()`` has returned. A few kinds of reads are not noticed then and need
             ``model.await_parameters()`` first: docs/sharded_optimizer.md lists them. If False, the last optimizer's
@@ -110,12 +108,12 @@ def shard_optimizer(
 
     Raises:
         TypeError: Not an optimizer.
-        ValueError: ``placement`` is not known, or contradicts ``elementwise``.
+        ValueError: No optimizer.
         ReplicationError: The optimizer or the model is not of the kind above.
         RanksDifferError: On every rank, if the ranks' optimizers have other settings or parameters.
     """
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    _refuse_arguments(optimizers, elementwise, placement)
+    _refuse_arguments(optimizers)
     if not isinstance(model, ReplicatedModule):
         raise ReplicationError(
             f"shard_optimizer: model is {with_article(type(model).__name__)} that is not replicated; call"
@@ -128,7 +126,7 @@ def shard_optimizer(
     refusal: ReplicationError | None = None
     try:
         for each in optimizers:
-            _refuse_optimizer(each, elementwise, placement == "whole")
+            _refuse_optimizer(each, elementwise)
         _refuse_model(model, state)
         _refuse_parameters(optimizers, names, state.reducer.parameters)
         owners = _owners_of(optimizers, elementwise, reduced, state.process_group.size())
@@ -150,7 +148,7 @@ def shard_optimizer(
         of_optimizer.warn_if_uneven()
     alive = weakref.ref(model)  # the model has the optimizer's pieces: a cycle would live until a collection
     parameters = ShardedParameters(
-        dict(zip(_names_of_reduced(state), state.reducer.parameters, strict=True)),
+        state.reduced,
         [SteppedPieces(each, reduced, names, type(each) in (*_ELEMENTWISE, *_WHOLE)) for each in optimizers],
         owners,
         master_weights,
@@ -171,15 +169,14 @@ def _objection_to_moving(model: nn.Module | None) -> str:
     if model is None:
         return ""
     state = state_of(model)
-    named = list(zip(_names_of_reduced(state), state.reducer.parameters, strict=True))
     with state.naming_parameters():
-        shared = _on_one_storage(model, named)
+        shared = _on_one_storage(model, state.reduced)
     if shared:
         return (
             f"parameters share a storage, which sharding would undo: {'; '.join(map(', '.join, shared))}."
             " Register one Parameter in both places, or give each memory of its own: p.data = p.data.clone()"
         )
-    if between_processes := [name for name, p in named if p.device.type == "cpu" and p.is_shared()]:
+    if between_processes := [name for name, p in state.reduced.items() if p.device.type == "cpu" and p.is_shared()]:
         return (
             "parameters lie in memory that other processes share (share_memory(), or a model passed to a process),"
             f" which sharding would undo: {shorten_names(between_processes)}. Give each memory of its own,"
@@ -189,22 +186,18 @@ def _objection_to_moving(model: nn.Module | None) -> str:
     return ""
 
 
-def _on_one_storage(module: nn.Module, trained: Sequence[tuple[str, Parameter]]) -> list[list[str]]:
+def _on_one_storage(module: nn.Module, trained: Mapping[str, Parameter]) -> list[list[str]]:
     """Names of the tensors that share a storage with a trained parameter, for each such storage."""
     of_storage: dict[int, list[str]] = {}
-    for name, parameter in trained:
+    for name, parameter in trained.items():
         if parameter.numel() and (key := torch_internals.storage_key(parameter)) is not None:
             of_storage.setdefault(key, []).append(name)
-    known = {id(parameter) for _, parameter in trained}
+    known = set(map(id, trained.values()))
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
             if id(tensor) not in known and (key := torch_internals.storage_key(tensor)) in of_storage:
                 of_storage[key].append(f"the {kind} {name}, which is not trained")
     return [names for names in of_storage.values() if len(names) > 1]
-
-
-def _names_of_reduced(state: Any) -> list[str]:
-    return [gradient.fqn for gradient in state.builder.gradients]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +220,7 @@ def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
 
 
 def _owners_of(
-    optimizers: Sequence[Optimizer], elementwise: bool, reduced: Mapping[int, int], world_size: int
+    optimizers: Sequence[Optimizer], elementwise: bool | None, reduced: Mapping[int, int], world_size: int
 ) -> list[Owners]:
     """Choose owners for the optimizers that need whole parameters, jointly for those of one class."""
     whole: dict[type[Optimizer], list[Optimizer]] = {}
@@ -237,20 +230,15 @@ def _owners_of(
     return [choose_owners(together, reduced, world_size) for together in whole.values()]
 
 
-def _refuse_arguments(optimizers: Sequence[object], elementwise: bool, placement: str) -> None:
+def _refuse_arguments(optimizers: Sequence[object]) -> None:
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise TypeError(f"optimizer={each!r} is not a torch.optim.Optimizer; make one of model.parameters()")
     if not optimizers:
         raise ValueError("optimizer=[] has no optimizer; pass one, or several in a list")
-    if placement not in ("auto", "whole") or (placement == "whole" and elementwise):
-        raise ValueError(
-            f"placement={placement!r} with elementwise={elementwise}: pass placement='whole' for optimizers that need"
-            " whole parameters, elementwise=True for those that work element by element, or neither"
-        )
 
 
-def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, whole: bool) -> None:
+def _refuse_optimizer(optimizer: Optimizer, elementwise: bool | None) -> None:
     name = type(optimizer).__name__
     if "add_param_group" in vars(optimizer):
         raise ReplicationError(f"{this_rank()}: this {name} is sharded already; shard it once, for one model")
@@ -268,11 +256,11 @@ def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, whole: bool) -> N
             )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ReplicationError(f"{this_rank()}: {name} with differentiable=True cannot be sharded; leave that out")
-    if type(optimizer) not in (*_ELEMENTWISE, *_WHOLE) and not (elementwise or whole):
+    if type(optimizer) not in (*_ELEMENTWISE, *_WHOLE) and elementwise is None:
         raise ReplicationError(
             f"{this_rank()}: whether {type(optimizer).__module__}.{name} works element by element is unknown; pass"
             " elementwise=True if its effect on an element depends only on that element's parameter, gradient and"
-            " states, or placement='whole' if it needs whole parameters and treats them one by one; otherwise do not"
+            " states, or elementwise=False if it needs whole parameters and treats them one by one; otherwise do not"
             " shard it"
         )
 

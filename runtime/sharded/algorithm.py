@@ -13,7 +13,6 @@ from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits, device_of
 from ddp_compile.runtime.comm.process_groups import close_groups, group_of
 from ddp_compile.runtime.comm.transfers import objection_to_messages
-from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.parameters import ShardedParameters
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
@@ -36,7 +35,6 @@ class ShardedAlgorithm(CommAlgorithm):
         self._process_group = process_group
         self._own_groups: tuple[dist.ProcessGroup, ...] = ()
         self._sharding = sharding
-        self._cuts: dict[tuple[int, ...], Cut] = {}  # of buckets, by the numbers of their parameters
 
     @property
     def sharding(self) -> ShardedParameters:
@@ -76,9 +74,8 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """See `CommAlgorithm.launch`."""
-        cut = self._cuts.get(bucket.param_indices)
-        if cut is None:
-            cut = self._cuts[bucket.param_indices] = self._transfers.cut(bucket.spec)
+        sharded = self.sharding.buckets
+        cut = sharded[bucket.spec.index].cut if sharded else self._transfers.cut(bucket.spec)
         return self._transfers.reduce_scatter(bucket.flat, cut)
 
     def before_forward(self, synchronize: bool) -> None:

@@ -73,21 +73,22 @@ def _pieces_of(optimizer: Optimizer) -> SteppedPieces:
 
 
 class PartOfTensor(Tensor):
-    """This rank's part of a tensor, which ``torch.distributed.checkpoint`` saves and loads as any number of boxes.
-
-    Args:
-        values: The tensor's elements from ``begin`` on, shape (n,), in the order of its memory; or all of it, in its
-            shape. Loading writes them. None if this rank has none.
-        begin: Number of the first one.
-        whole: Has the shape, the strides, which leave no gaps, and the device of the whole tensor.
-        dtype: Of the whole tensor.
-    """
+    """This rank's part of a tensor, which ``torch.distributed.checkpoint`` saves and loads as any number of boxes."""
 
     local: Tensor | None  #: `values`
     _boxes: dict[torch.Size, Tensor]
 
-    @staticmethod
-    def __new__(cls, values: Tensor | None, begin: int, whole: Tensor, dtype: torch.dtype) -> PartOfTensor:
+    @classmethod
+    def of(cls, values: Tensor | None, begin: int, whole: Tensor, dtype: torch.dtype) -> PartOfTensor:
+        """A part on the memory of ``values``, which loading writes.
+
+        Args:
+            values: The tensor's elements from ``begin`` on, shape (n,), in the order of its memory; or all of it, in
+                its shape. None if this rank has none.
+            begin: Number of the first one.
+            whole: Has the shape, the strides, which leave no gaps, and the device of the whole tensor.
+            dtype: Of the whole tensor.
+        """
         part: PartOfTensor = torch_internals.wrapper_subclass(cls, whole.shape, whole.stride(), dtype, whole.device)
         part.local, part._boxes, done = values, {}, 0
         if values is None:
@@ -103,9 +104,6 @@ class PartOfTensor(Tensor):
             part._boxes[torch.Size(offsets[place] for place in back)] = box
             done += math.prod(sizes)
         return part
-
-    def __init__(self, *_args: Any) -> None:
-        """Nothing is left to do."""
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         boxes = [f"{list(box.shape)} at {list(offsets)}" for offsets, box in self._boxes.items()]
@@ -151,20 +149,15 @@ class PartOfTensor(Tensor):
 
 
 def _boxes_of(begin: int, end: int, shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Offsets and sizes of the boxes, at most 2 d - 1, that elements from ``begin`` to ``end`` fill in memory order."""
-    if len(shape) <= 1:
-        if begin < end:
-            yield [begin] * len(shape), [end - begin] * len(shape)
-        return
-    inner = math.prod(shape[1:])
+    """Offsets and sizes of the boxes, at most 2 d - 1, that elements from ``begin`` to ``end`` fill in memory order.
+
+    Each is as large as it can be: as many whole rows as fit, of the first dimension in which one fits.
+    """
+    dims = range(len(shape))
+    row_numel = [math.prod(shape[dim + 1 :]) for dim in dims]
     while begin < end:
-        row, offset = divmod(begin, inner)
-        rows = 0 if offset else (end - begin) // inner
-        if rows:
-            yield [row, *(0 for _ in shape[1:])], [rows, *shape[1:]]
-            begin += rows * inner
-        else:
-            stop = min(end, (row + 1) * inner)
-            for offsets, sizes in _boxes_of(offset, stop - row * inner, shape[1:]):
-                yield [row, *offsets], [1, *sizes]
-            begin = stop
+        offsets = [begin // row_numel[dim] % shape[dim] for dim in dims]
+        dim = next(dim for dim in dims if begin % row_numel[dim] == 0 and begin + row_numel[dim] <= end)
+        rows = min((end - begin) // row_numel[dim], shape[dim] - offsets[dim])
+        yield offsets, [*(1 for _ in range(dim)), rows, *shape[dim + 1 :]]
+        begin += rows * row_numel[dim]

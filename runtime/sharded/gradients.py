@@ -52,16 +52,14 @@ class HiddenGradient(Tensor):
     fqn: str
     owner: weakref.ref[ShardedGradients]  #: weak for the reason of `GradientShard.unscaled`
 
-    @staticmethod
-    def __new__(cls, parameter: Tensor, number: int, fqn: str, owner: ShardedGradients) -> HiddenGradient:
+    @classmethod
+    def of(cls, parameter: Tensor, number: int, fqn: str, owner: ShardedGradients) -> HiddenGradient:
+        """The one of a parameter."""
         hidden: HiddenGradient = torch_internals.wrapper_subclass(
             cls, parameter.shape, parameter.stride(), parameter.dtype, parameter.device
         )
         hidden.number, hidden.fqn, hidden.owner = number, fqn, weakref.ref(owner)
         return hidden
-
-    def __init__(self, parameter: Tensor, number: int, fqn: str, owner: ShardedGradients) -> None:
-        """Nothing is left to do."""
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         return f"HiddenGradient({self.fqn}, {list(self.shape)}, {self.dtype}: reduced to shards)"
@@ -100,7 +98,7 @@ class ShardedGradients:
         self.pieces: Mapping[int, Piece] = {}  #: by the parameter's number, once the parameters are sharded
         self._parameters = parameters
         pairs = zip(parameters, names, strict=True)
-        self._hidden = [HiddenGradient(p, index, name, self) for index, (p, name) in enumerate(pairs)]
+        self._hidden = [HiddenGradient.of(p, index, name, self) for index, (p, name) in enumerate(pairs)]
         self._in_place: set[int] = set()  # numbers of the parameters whose ``.grad`` was set to a hidden gradient
 
     def hide(self, new: Set[int] = frozenset()) -> None:

@@ -321,8 +321,7 @@ class SteppedPieces:
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `ddp_compile.runtime.sharded.checkpoint.load_sharded_optimizer_state_dict`."""
         assert self._states is not None
-        self._before_states()
-        self._states.load_parts(state_dict)
+        self._optimizer.load_state_dict(self._states.by_number(state_dict))
 
     def _state_dict_of_pieces(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         self._before_states()

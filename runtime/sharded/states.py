@@ -98,7 +98,7 @@ class ShardedStates:
             if piece is not None and piece.index in described
         }
         groups = [
-            {**_settings_of(group), "params": [entry.name for entry in entries]}
+            {key: value for key, value in group.items() if key != "param_names"} | {"params": [e.name for e in entries]}
             for group, entries in zip(self._optimizer.param_groups, self._groups, strict=True)
         ]
         return {"state": self._states_by([entry.name for entry in self._entries], parts), "param_groups": groups}
@@ -111,7 +111,10 @@ class ShardedStates:
         return states
 
     def of_pieces(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a state_dict of whole parameters to one of this rank's pieces; torch refuses what does not fit."""
+        """Convert a state_dict of whole parameters, or of parts of them, to one of this rank's pieces.
+
+        torch refuses what does not fit.
+        """
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         states = dict(state_dict["state"])
         for number, (_, _, piece) in zip(numbers, self._entries, strict=False):
@@ -119,25 +122,19 @@ class ShardedStates:
                 states[number] = self._cut(piece, state)
         return {**state_dict, "state": states}
 
-    def load_parts(self, state_dict: Mapping[str, Any]) -> None:
-        """Use the states and settings in the result of `parts`."""
-        for name, _, piece in self._entries:
-            if piece is not None and piece.is_own and name in state_dict["state"]:
-                state = self._optimizer.state[piece.stepped]
-                for key, value in state_dict["state"][name].items():
-                    if isinstance(value, PartOfTensor):
-                        state[key] = value.local
-                    else:
-                        present = next(torch_internals.tensors_in(state.get(key)), torch.empty(0))
-                        to_device = partial(Tensor.to, device=present.device)
-                        state[key] = torch_internals.map_leaves(Tensor, to_device, value)
-        for group, loaded in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
-            group.update(_settings_of(loaded))
+    def by_number(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the result of `parts` to what `of_pieces` takes."""
+        number_of = {entry.name: number for number, entry in enumerate(self._entries)}
+        groups = [
+            {**group, "params": [number_of[name] for name in group["params"]]} for group in state_dict["param_groups"]
+        ]
+        states = {number_of[name]: state for name, state in state_dict["state"].items()}
+        return {"state": states, "param_groups": groups}
 
     def _parts_of(self, piece: Piece, described: Mapping[str, Any]) -> dict[str, Any]:
         state = self._optimizer.state.get(piece.stepped, {})
         return {
-            key: PartOfTensor(state.get(key), piece.begin, piece.place, value) if _is_cut(value) else value
+            key: PartOfTensor.of(state.get(key), piece.begin, piece.place, value) if _is_cut(value) else value
             for key, value in described.items()
         }
 
@@ -146,7 +143,9 @@ class ShardedStates:
         shape, low, has_owner = piece.place.shape, piece.place.dtype, piece.spec.owner is not None
         cut = {}
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == shape:
+            if isinstance(value, PartOfTensor):
+                cut[key] = value.local
+            elif isinstance(value, Tensor) and value.dim() and value.shape == shape:
                 is_own = not value.is_floating_point() or (has_owner and value.dtype != low)
                 dtype = value.dtype if is_own else piece.stepped.dtype
                 cut[key] = piece.part_of(value).to(piece.stepped.device, dtype)
@@ -207,10 +206,6 @@ def _as_state_of(parameter: Parameter, other: torch.dtype | None, value: Tensor)
     if not value.dim():
         return value.clone()
     return value.to(parameter.device, parameter.dtype if value.dtype == other else value.dtype, copy=True)
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _is_cut(value: Any) -> bool:

@@ -111,7 +111,7 @@ KINDS: dict[str, tuple[Callable[[nn.Module], list[Optimizer]], dict[str, Any]]] 
     "muon": (muon, {}),
     "adafactor": (lambda module: [optim.Adafactor(module.parameters(), lr=0.02)], {}),
     "two": (two_of_torch, {}),
-    "whitening": (whitening, {"placement": "whole"}),
+    "whitening": (whitening, {"elementwise": False}),
 }
 
 

@@ -51,7 +51,7 @@ def test_calls() -> None:
         ("the model reduces their gradients: layers.0.weight. Put all", optim.AdamW(parameters[1:]), model, {}),
         ("the optimizer has 1 parameter outside of the model", optim.AdamW([*parameters, other]), model, {}),
         ("LBFGS cannot be sharded, since it looks at all parameters at once", optim.LBFGS(parameters), model, {}),
-        ("RANK: LBFGS cannot be sharded", [optim.LBFGS(parameters)], model, {"placement": "whole"}),
+        ("RANK: LBFGS cannot be sharded", [optim.LBFGS(parameters)], model, {"elementwise": False}),
         (
             "RANK: missing in the optimizer, although the model reduces their gradients: layers.0.bias. Put all",
             [optim.SGD(parameters[:1]), optim.Adafactor(parameters[2:])],
@@ -59,13 +59,6 @@ def test_calls() -> None:
             {},
         ),
         ("optimizer=[] has no optimizer", [], model, {}),
-        ("placement='flat' with elementwise=False: pass placement='whole'", adamw, model, {"placement": "flat"}),
-        (
-            "placement='whole' with elementwise=True: pass placement='whole'",
-            adamw,
-            model,
-            {"placement": "whole", "elementwise": True},
-        ),
         (
             "Adafactor with eps=(None, 0.001) derives a group's first epsilon from the dtype",
             optim.Adafactor([*parameters, low]),
@@ -94,7 +87,7 @@ def test_calls() -> None:
             ("Unknown works element by element is unknown; pass elementwise=True" if rank else unlike),
             Unknown(parameters),
             model,
-            {"elementwise": rank == 0},
+            {"elementwise": None if rank else True},
         ),
         ("a sharded optimizer cannot be used with the ByteGrad", adamw, replicated(algorithm=ByteGrad()), {}),
     ]

@@ -144,15 +144,15 @@ def test_new_run_loads_a_checkpoint_by_names(ranks: Ranks, tmp_path: Path) -> No
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_boxes_are_the_elements_of_a_range(shape: list[int], data: st.DataObject) -> None:
     numel = math.prod(shape)
     begin = data.draw(st.integers(0, numel))
     end = data.draw(st.integers(begin, numel))
     order = data.draw(st.permutations(range(len(shape))))
     whole = torch.arange(float(numel)).view([shape[dim] for dim in order])
-    whole = whole.permute([list(order).index(dim) for dim in range(len(shape))]) if shape else whole
-    part = PartOfTensor(torch.arange(float(begin), float(end)), begin, whole, torch.float32)
+    whole = whole.permute([list(order).index(dim) for dim in range(len(shape))])
+    part = PartOfTensor.of(torch.arange(float(begin), float(end)), begin, whole, torch.float32)
     seen: list[Tensor] = []
     for chunk, item in zip(part.__create_chunk_list__(), part.__create_write_items__("x", part), strict=True):
         slices = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))

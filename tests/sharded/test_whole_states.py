@@ -28,7 +28,7 @@ from ddp_compile import (
 @torch.compiler.set_stance("force_eager")
 def test_low_precision_states_to_master_weights() -> None:
     """From an unsharded run, before the first backward: tensors of other shapes, alone and in lists."""
-    for make, settings in ((KINDS["adafactor"][0], {}), (whitening_in_float32, {"placement": "whole"})):
+    for make, settings in ((KINDS["adafactor"][0], {}), (whitening_in_float32, {"elementwise": False})):
         torch.manual_seed(1)
         module = Net().to(torch.bfloat16)
         unsharded = make(module)
@@ -38,7 +38,7 @@ def test_low_precision_states_to_master_weights() -> None:
             each.step()
         model: Any = ddp_compile(copy.deepcopy(module), bucket_cap_mb=CAP_MB, backend="eager")
         optimizers = make(model)
-        shard_optimizer(optimizers, model, master_weights=True, elementwise=False, **settings)
+        shard_optimizer(optimizers, model, master_weights=True, **settings)
         for mine, theirs in zip(optimizers, unsharded, strict=True):
             mine.load_state_dict(theirs.state_dict())
         for step in range(2):
