@@ -29,6 +29,7 @@ from ddp_compile.module.mixin import ReplicatedModule, state_of
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
+from ddp_compile.runtime.sharded.gradients import SHARED_MEMORY
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 from ddp_compile.runtime.sharded.owners import Owners, choose_owners
 from ddp_compile.runtime.sharded.parameters import ShardedParameters
@@ -51,10 +52,6 @@ _ELEMENTWISE = (
 )
 # Their effect on a parameter depends on all of it, and on no other parameter.
 _WHOLE = (optim.Adafactor, optim.Muon)
-_BY_NAME = {
-    "LBFGS": "looks at all parameters at once, and calls its closure several times in a step",
-    "SparseAdam": "takes sparse gradients, which cannot be cut into shards",
-}
 
 
 def shard_optimizer(
@@ -122,6 +119,7 @@ def shard_optimizer(
     state = state_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reduced = {id(parameter): i for i, parameter in enumerate(state.reducer.parameters)}
+    of_class: dict[type[Optimizer], list[Optimizer]] = {}  # those that step whole parameters
     owners: Sequence[Owners] = ()
     refusal: ReplicationError | None = None
     try:
@@ -129,7 +127,11 @@ def shard_optimizer(
             _refuse_optimizer(each, elementwise)
         _refuse_model(model, state)
         _refuse_parameters(optimizers, names, state.reducer.parameters)
-        owners = _owners_of(optimizers, elementwise, reduced, state.process_group.size())
+        for each in optimizers:
+            if type(each) in _WHOLE or (type(each) not in _ELEMENTWISE and not elementwise):
+                of_class.setdefault(type(each), []).append(each)
+        # Jointly for those of one class, whose costs have the same unit.
+        owners = [choose_owners(of_one, reduced, state.process_group.size()) for of_one in of_class.values()]
         settings = [(type(each).__name__, _settings_of(each, names)) for each in optimizers]
         described = f"{master_weights} {overlap} {owners} {settings}"
     except ReplicationError as error:  # not raised yet: the other ranks would wait for this one
@@ -177,12 +179,7 @@ def _objection_to_moving(model: nn.Module | None) -> str:
             " Register one Parameter in both places, or give each memory of its own: p.data = p.data.clone()"
         )
     if between_processes := [name for name, p in state.reduced.items() if p.device.type == "cpu" and p.is_shared()]:
-        return (
-            "parameters lie in memory that other processes share (share_memory(), or a model passed to a process),"
-            f" which sharding would undo: {shorten_names(between_processes)}. Give each memory of its own,"
-            " p.data = p.data.clone(), and give other processes a copy of the model, which you update after steps:"
-            " copy.load_state_dict(model.state_dict())"
-        )
+        return f"parameters {shorten_names(between_processes)} lie in {SHARED_MEMORY}"
     return ""
 
 
@@ -219,17 +216,6 @@ def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
     return repr(torch_internals.map_leaves(Tensor, lambda tensor: (tensor.dtype, tensor.tolist()), groups))
 
 
-def _owners_of(
-    optimizers: Sequence[Optimizer], elementwise: bool | None, reduced: Mapping[int, int], world_size: int
-) -> list[Owners]:
-    """Choose owners for the optimizers that need whole parameters, jointly for those of one class."""
-    whole: dict[type[Optimizer], list[Optimizer]] = {}
-    for each in optimizers:
-        if type(each) in _WHOLE or not (type(each) in _ELEMENTWISE or elementwise):
-            whole.setdefault(type(each), []).append(each)
-    return [choose_owners(together, reduced, world_size) for together in whole.values()]
-
-
 def _refuse_arguments(optimizers: Sequence[object]) -> None:
     for each in optimizers:
         if not isinstance(each, Optimizer):
@@ -242,10 +228,9 @@ def _refuse_optimizer(optimizer: Optimizer, elementwise: bool | None) -> None:
     name = type(optimizer).__name__
     if "add_param_group" in vars(optimizer):
         raise ReplicationError(f"{this_rank()}: this {name} is sharded already; shard it once, for one model")
-    if name in _BY_NAME:
+    if isinstance(optimizer, optim.LBFGS):
         raise ReplicationError(
-            f"{this_rank()}: {name} cannot be sharded, since it {_BY_NAME[name]}; do not shard it, or shard one that"
-            " treats elements or parameters one by one, such as AdamW or Muon"
+            f"{this_rank()}: {name} cannot be sharded, since a step looks at all parameters at once; do not shard it"
         )
     for group in optimizer.param_groups if isinstance(optimizer, optim.Adafactor) else ():
         if group["eps"][0] is None and len({parameter.dtype for parameter in group["params"]}) > 1:

@@ -13,6 +13,7 @@ from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits, device_of
 from ddp_compile.runtime.comm.process_groups import close_groups, group_of
 from ddp_compile.runtime.comm.transfers import objection_to_messages
+from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.parameters import ShardedParameters
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
@@ -75,7 +76,7 @@ class ShardedAlgorithm(CommAlgorithm):
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """See `CommAlgorithm.launch`."""
         sharded = self.sharding.buckets
-        cut = sharded[bucket.spec.index].cut if sharded else self._transfers.cut(bucket.spec)
+        cut = sharded[bucket.spec.index].cut if sharded else Cut.of(bucket.spec, self._transfers.world_size)
         return self._transfers.reduce_scatter(bucket.flat, cut)
 
     def before_forward(self, synchronize: bool) -> None:

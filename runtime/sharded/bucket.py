@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,8 @@ from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.gradient_views import with_own_storage
 from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.transfers import Transfer
-from ddp_compile.runtime.sharded.gradients import GradientShard
+from ddp_compile.runtime.sharded.cut import Cut
+from ddp_compile.runtime.sharded.gradients import SHARED_MEMORY, GradientShard
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 
@@ -105,30 +106,29 @@ class ShardedBucket:
         self._gathered: streams.Event | None = None
         self._lock = threading.RLock()
         element_size = self.parameters[0].element_size()
-        self.cut = transfers.cut(self.spec)
-        self._offsets = [offset // element_size for offset in self.spec.byte_offsets]
+        self.cut = Cut.of(self.spec, transfers.world_size)
+        offsets = [offset // element_size for offset in self.spec.byte_offsets]
         numel = self.spec.num_bytes // element_size
         padded = self.cut.shard_numel * transfers.world_size if self.cut.is_even else numel
         bucket.reserve(padded)  # so that no collective needs a padded copy
         with torch.no_grad(), torch.inference_mode(False):
             first = self.parameters[0]
             self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
-            self._layout = FlattenPlan.for_bucket(self.parameters, self.flat[:numel], self._offsets)
-            for parameter, place in zip(self.parameters, self._layout.views, strict=True):
+            places = FlattenPlan.for_bucket(self.parameters, self.flat[:numel], offsets).views
+            for parameter, place in zip(self.parameters, places, strict=True):
                 place.copy_(parameter.detach())  # `inference_mode(False)` also lets autograd record
                 parameter.data = with_own_storage(place)
-            self._addresses = [parameter.data_ptr() for parameter in self.parameters]
             is_low = first.dtype in (torch.bfloat16, torch.float16)
             self.stepped_dtype = torch.float32 if master_weights and is_low else first.dtype  #: of the pieces
-            self.pieces = self._make_pieces()  #: in the order of the parameters
+            self.pieces = self._make_pieces(places, offsets)  #: in the order of the parameters
             self.own_pieces = [piece for piece in self.pieces if piece.is_own]
             self._copied_pieces = self.own_pieces if self.stepped_dtype != self.flat.dtype else []
 
-    def _make_pieces(self) -> list[Piece]:
+    def _make_pieces(self, places: Sequence[Tensor], offsets: Sequence[int]) -> list[Piece]:
         rank = self._transfers.rank
         shard, own = self.cut.shards[rank], self.cut.owned[rank]
         pieces = []
-        for spec, place, offset in zip(self.spec.gradients, self._layout.views, self._offsets, strict=True):
+        for spec, place, offset in zip(self.spec.gradients, places, offsets, strict=True):
             begin, end = max(0, shard.start - offset), min(spec.numel, shard.stop - offset)
             if spec.owner is None and begin < end:
                 in_shard, values = offset + begin - shard.start, self.flat[offset + begin : offset + end]
@@ -158,24 +158,19 @@ class ShardedBucket:
             ParametersChangedError: A parameter has another dtype, device or shape.
             ReplicationError: A parameter has been moved into shared memory.
         """
-        moved = [i for i, parameter in enumerate(self.parameters) if parameter.data_ptr() != self._addresses[i]]
-        for i in moved:
-            parameter, place = self.parameters[i], self._layout.views[i]
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+            place, name = piece.place, piece.spec.fqn
+            if parameter.data_ptr() == place.data_ptr() or not place.numel():
+                continue
             if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
                 change = f"other memory, now {parameter.dtype} {list(parameter.shape)} on {parameter.device}"
-                raise error_messages.parameters_changed([f"{change}: {self.spec.gradients[i].fqn}"])
+                raise error_messages.parameters_changed([f"{change}: {name}"])
             if parameter.device.type == "cpu" and parameter.is_shared():
-                raise ReplicationError(
-                    f"{this_rank()}: {self.spec.gradients[i].fqn} has been moved into memory that other processes"
-                    " share, which a sharded optimizer would not write. Send p.detach().clone(), or let them have a"
-                    " copy of the model that shares memory, written after steps:"
-                    " copy.load_state_dict(model.state_dict()); p.data = p.data.clone() undoes it"
-                )
+                raise ReplicationError(f"{this_rank()}: {name} has been moved into {SHARED_MEMORY}")
             with torch.no_grad():
                 streams.used_here([parameter.detach()])  # it is freed, and may come from another stream
                 place.copy_(parameter)
                 parameter.data = with_own_storage(place)
-                self._addresses[i] = parameter.data_ptr()
         with torch.no_grad():
             for piece in self._copied_pieces:
                 low = piece.view_of_flat(self.flat)
@@ -230,9 +225,10 @@ class ShardedBucket:
                     piece.view_of_flat(shards).copy_(value)
             self._transfers.all_gather(shards, self.cut).wait()
         shards, assembled = shards.to(device), {}
-        for index, place, offset in zip(self.param_indices, self._layout.views, self._offsets, strict=True):
-            values = shards[offset : offset + place.numel()].clone()
-            assembled[index] = values.as_strided(place.shape, place.stride())
+        for piece in self.pieces:
+            offset = piece.in_flat - piece.begin
+            values = shards[offset : offset + piece.place.numel()].clone()
+            assembled[piece.index] = values.as_strided(piece.place.shape, piece.place.stride())
         return assembled
 
     def whole_gradients(self) -> dict[int, Tensor]:

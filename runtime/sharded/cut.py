@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ddp_compile.plan.spec import BucketSpec
+from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,16 @@ class Cut:
     shard_numel: int
 
     @classmethod
-    def of(cls, spec: BucketSpec, world_size: int, element_size: int, unit: int) -> Cut:
+    def of(cls, spec: BucketSpec, world_size: int) -> Cut:
         """The cut of a bucket.
 
-        Args:
-            unit: Shards begin at multiples of so many elements.
+        Shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients do. So an operator takes the same elements
+        in vectors, whether it gets a piece or the whole parameter. It takes the rest at the end one by one, and may
+        round those elements differently (docs/compatibility.md). NCCL moves memory that is not aligned to 16 bytes in
+        smaller pieces.
         """
+        element_size: int = getattr(torch, spec.dtype).itemsize
+        unit = PADDED_ALIGNMENT_BYTES // element_size
         ranges = {
             owner: range(begin // element_size, end // element_size)
             for owner, (begin, end) in spec.bytes_of_owner.items()

@@ -41,6 +41,13 @@ _OF_ALL_ELEMENTS = frozenset((
 ))
 # fmt: on
 
+#: Why parameters and gradients must not lie in it, and the way out.
+SHARED_MEMORY = (
+    "memory that other processes share, which a sharded optimizer does not write. Give each parameter memory of its"
+    " own, p.data = p.data.clone(), and other processes a copy of the model, updated after steps:"
+    " copy.load_state_dict(model.state_dict()); or send them p.detach().clone()"
+)
+
 #: What AccumulateGrad calls; the second with ``create_graph=True``.
 _ACCUMULATIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
@@ -67,9 +74,7 @@ class HiddenGradient(Tensor):
     def share_memory_(self) -> NoReturn:
         """Not an operator: without this, ``module.share_memory()`` would copy memory that is not there, and crash."""
         raise ReplicationError(
-            f"{this_rank()}: cannot share the memory of {self.fqn}.grad, which exists only as shards. A sharded"
-            " optimizer cannot write memory that is shared either: give other processes a copy of the model, and"
-            " update it after steps: copy.load_state_dict(model.state_dict())"
+            f"{this_rank()}: {self.fqn}.grad, which exists only as shards, cannot be moved into {SHARED_MEMORY}"
         )
 
     @classmethod
@@ -132,14 +137,13 @@ class ShardedGradients:
         parameter.grad = torch.empty_like(parameter).copy_(gradient.to_dense())
         return True
 
-    def zero(self, set_to_none: bool, indices: Collection[int] | None = None) -> None:
+    def zero(self, set_to_none: bool, indices: Collection[int]) -> None:
         """Zero the pieces' gradients, and local gradients that have not been reduced.
 
         Args:
             set_to_none: See ``zero_grad``.
-            indices: Numbers of the parameters whose gradients are meant; all if None.
+            indices: Numbers of the parameters whose gradients are meant.
         """
-        indices = range(len(self._parameters)) if indices is None else indices
         for index in indices:
             parameter, hidden = self._parameters[index], self._hidden[index]
             if index in self.pieces:

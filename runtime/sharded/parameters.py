@@ -158,7 +158,7 @@ class ShardedParameters(Sharding):
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """See `Sharding.zero_gradients`."""
-        self.gradients.zero(set_to_none)
+        self.gradients.zero(set_to_none, range(len(self._parameters)))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor | None:
         """See `Sharding.clip_grad_norm_`."""

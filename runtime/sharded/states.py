@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,45 +70,43 @@ class ShardedStates:
         )
         devices = {key: tensor.device for key, tensor in tensors if not tensor.dim()}
         gathered = self._gather_all()
-
-        def moved(parameter: Parameter, stepped: torch.dtype, key: str, value: Tensor) -> Tensor:
-            if not value.dim():  # a number may be on the CPU or not, alike for all parameters
-                return value.to(devices.get(key, value.device))
-            return value.to(parameter.device, parameter.dtype if value.dtype == stepped else value.dtype)
-
         for _, parameter, piece in self._entries:
-            if piece is not None:
-                states.pop(piece.stepped, None)
-            if piece is not None and piece.index in gathered:
-                states[parameter] = {
-                    key: torch_internals.map_leaves(Tensor, partial(moved, parameter, piece.stepped.dtype, key), value)
-                    for key, value in gathered[piece.index].items()
-                }
+            if piece is None:
+                continue
+            states.pop(piece.stepped, None)
+            for key, value in gathered.get(piece.index, {}).items():
+                own = partial(_as_state_of, parameter, piece.stepped.dtype, devices.get(key))
+                states[parameter][key] = torch_internals.map_leaves(Tensor, own, value)
 
     def whole(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a state_dict of this rank's pieces to one of whole parameters; called on every rank."""
-        return {**state_dict, "state": self._states_by(range(len(self._entries)), self._gather_all())}
+        gathered = self._gather_all()
+        states = self._states_by(range(len(self._entries)), lambda piece: gathered.get(piece.index, {}))
+        return {**state_dict, "state": states}
 
     def parts(self) -> dict[str, Any]:
         """States by parameter names, with a `PartOfTensor` for each tensor that is cut; called on every rank."""
         described = self._describe_all()
-        parts = {
-            piece.index: self._parts_of(piece, described[piece.index])
-            for _, _, piece in self._entries
-            if piece is not None and piece.index in described
-        }
+
+        def parts_of(piece: Piece) -> dict[str, Any]:
+            own = self._optimizer.state.get(piece.stepped, {})
+            return {
+                key: PartOfTensor.of(own.get(key), piece.begin, piece.place, value) if _is_cut(value) else value
+                for key, value in described.get(piece.index, {}).items()
+            }
+
         groups = [
             {key: value for key, value in group.items() if key != "param_names"} | {"params": [e.name for e in entries]}
             for group, entries in zip(self._optimizer.param_groups, self._groups, strict=True)
         ]
-        return {"state": self._states_by([entry.name for entry in self._entries], parts), "param_groups": groups}
+        return {"state": self._states_by([entry.name for entry in self._entries], parts_of), "param_groups": groups}
 
-    def _states_by(self, keys: Iterable[Any], sharded: Mapping[int, dict[str, Any]]) -> dict[Any, Any]:
-        states = {}
-        for key, (_, parameter, piece) in zip(keys, self._entries, strict=True):
-            if state := self._optimizer.state.get(parameter) if piece is None else sharded.get(piece.index):
-                states[key] = state
-        return states
+    def _states_by(self, keys: Iterable[Any], of_piece: Callable[[Piece], dict[str, Any]]) -> dict[Any, Any]:
+        states = {
+            key: self._optimizer.state.get(parameter) if piece is None else of_piece(piece)
+            for key, (_, parameter, piece) in zip(keys, self._entries, strict=True)
+        }
+        return {key: state for key, state in states.items() if state}
 
     def of_pieces(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a state_dict of whole parameters, or of parts of them, to one of this rank's pieces.
@@ -131,13 +129,6 @@ class ShardedStates:
         states = {number_of[name]: state for name, state in state_dict["state"].items()}
         return {"state": states, "param_groups": groups}
 
-    def _parts_of(self, piece: Piece, described: Mapping[str, Any]) -> dict[str, Any]:
-        state = self._optimizer.state.get(piece.stepped, {})
-        return {
-            key: PartOfTensor.of(state.get(key), piece.begin, piece.place, value) if _is_cut(value) else value
-            for key, value in described.items()
-        }
-
     def _cut(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
         """A piece's part of the states of a whole parameter, in the dtypes in which torch would load them."""
         shape, low, has_owner = piece.place.shape, piece.place.dtype, piece.spec.owner is not None
@@ -155,7 +146,7 @@ class ShardedStates:
                     f" {list(shape)}, so the state cannot be cut into shards"
                 )
             else:
-                cut[key] = torch_internals.map_leaves(Tensor, partial(_as_state_of, piece.stepped, low), value)
+                cut[key] = torch_internals.map_leaves(Tensor, partial(_as_state_of, piece.stepped, low, None), value)
         return cut
 
     def _gather_all(self) -> dict[int, dict[str, Any]]:
@@ -201,10 +192,14 @@ class ShardedStates:
         return described
 
 
-def _as_state_of(parameter: Parameter, other: torch.dtype | None, value: Tensor) -> Tensor:
-    """A copy of a state for a parameter: numbers as they are, tensors of dtype ``other`` in the parameter's dtype."""
+def _as_state_of(parameter: Parameter, other: torch.dtype, of_numbers: torch.device | None, value: Tensor) -> Tensor:
+    """A copy of a state for a parameter: tensors of dtype ``other`` in the parameter's dtype, numbers as they are.
+
+    Args:
+        of_numbers: Device of numbers; None leaves them where they are.
+    """
     if not value.dim():
-        return value.clone()
+        return value.to(of_numbers or value.device, copy=True)
     return value.to(parameter.device, parameter.dtype if value.dtype == other else value.dtype, copy=True)
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import RanksDifferError, on_ranks, this_rank
-from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketSpec
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.comm.exchange import Exchange
@@ -87,17 +86,6 @@ class ShardTransfers:
         if streams.work_blocks_host(for_gathers, device):
             keep_after(self, partial(_wait_for_others, self._gathers))
 
-    def cut(self, spec: BucketSpec) -> Cut:
-        """How a bucket is divided among the ranks.
-
-        Shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients do. So an operator takes the same elements
-        in vectors, whether it gets a piece or the whole parameter. It takes the rest at the end one by one, and may
-        round those elements differently (docs/compatibility.md). NCCL moves memory that is not aligned to 16 bytes in
-        smaller pieces.
-        """
-        element_size: int = getattr(torch, spec.dtype).itemsize
-        return Cut.of(spec, self.world_size, element_size, PADDED_ALIGNMENT_BYTES // element_size)
-
     def reduce_scatter(self, flat: Tensor, cut: Cut) -> Transfer:
         """Start to add up a flat buffer, shape (n,), over the ranks; the result is the sum of what this one keeps."""
         if self.world_size == 1:
@@ -150,26 +138,23 @@ class ShardTransfers:
             ]
             return dist.batch_isend_irecv(operations) if operations else []
 
-    def _agree_on(self, what: str) -> None:
-        """Check that all ranks are about to do the same: gloo ends a process whose message has another size.
-
-        Between the steps of two optimizers, ranks that step them in different orders have started different numbers of
-        gathers. With gloo alone: with NCCL the host would wait for the GPU to have the answer.
-        """
-        if self.world_size == 1 or not self._by_messages:
-            return
-        here = f"{what} after {self._num_gathers} gathers".encode()
-        if different := ranks_unlike_rank_0(here, self._group, self._device):
-            raise RanksDifferError(
-                f"{this_rank()}: {what} waits for all ranks, but {on_ranks(different)} another call waits than on rank"
-                " 0, or the same one between other steps of optimizers; call the same on every rank, in the same order"
-            )
-
     @contextmanager
     def on_every_rank(self, what: str) -> Iterator[None]:
-        """Wrap a wait for all ranks in the user's call ``what``: raise if a rank does not come or calls another."""
+        """Wrap a wait for all ranks in the user's call ``what``: raise if a rank does not come or calls another.
+
+        gloo ends a process whose message has another size. Between the steps of two optimizers, ranks that step them in
+        different orders have started different numbers of gathers. Compared with gloo alone: with NCCL the host would
+        wait for the GPU to have the answer.
+        """
         with Exchange(f"{what}, to be called on every rank,"):
-            self._agree_on(what)
+            here = f"{what} after {self._num_gathers} gathers".encode()
+            is_compared = self._by_messages and self.world_size > 1
+            if is_compared and (different := ranks_unlike_rank_0(here, self._group, self._device)):
+                raise RanksDifferError(
+                    f"{this_rank()}: {what} waits for all ranks, but {on_ranks(different)} another call waits than on"
+                    " rank 0, or the same one between other steps of optimizers; call the same on every rank, in the"
+                    " same order"
+                )
             yield
 
     def all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:

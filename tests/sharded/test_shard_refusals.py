@@ -50,7 +50,7 @@ def test_calls() -> None:
         ("model is an Mlp that is not replicated; call ddp_compile(model) first", adamw, Mlp(WIDTH, 2), {}),
         ("the model reduces their gradients: layers.0.weight. Put all", optim.AdamW(parameters[1:]), model, {}),
         ("the optimizer has 1 parameter outside of the model", optim.AdamW([*parameters, other]), model, {}),
-        ("LBFGS cannot be sharded, since it looks at all parameters at once", optim.LBFGS(parameters), model, {}),
+        ("LBFGS cannot be sharded, since a step looks at all parameters at once", optim.LBFGS(parameters), model, {}),
         ("RANK: LBFGS cannot be sharded", [optim.LBFGS(parameters)], model, {"elementwise": False}),
         (
             "RANK: missing in the optimizer, although the model reduces their gradients: layers.0.bias. Put all",
@@ -155,7 +155,7 @@ def frozen(weight: Tensor) -> nn.Parameter:
 
 
 OF_STORAGE = "parameters share a storage, which sharding would undo: layers.0.weight, the"
-BETWEEN_PROCESSES = "sharding would undo: layers.0.weight, layers.0.bias, layers.1.weight, layers.1.bias. Give each"
+BETWEEN_PROCESSES = "layers.0.weight, layers.0.bias, layers.1.weight, layers.1.bias lie in memory that other processes"
 
 
 @on_ranks(2)
@@ -187,7 +187,7 @@ def test_shared_memory() -> None:
     model = replicated(WithAlias())
     optimizer = shard_optimizer(trained(model), model)
     loss_of(model(batch(0))).backward()
-    with refused("RANK: cannot share the memory of layers.0.weight.grad, which exists only as shards"):
+    with refused("RANK: layers.0.weight.grad, which exists only as shards, cannot be moved into memory"):
         model.share_memory()
     with refused("RANK: layers.0.weight has been moved into memory that other processes share"):
         optimizer.step()
@@ -206,7 +206,7 @@ def test_sending_parameters_to_other_processes() -> None:
         plain(model, optimizer, step)
         ForkingPickler.dumps([parameter.detach().clone() for parameter in model.parameters()])
     ForkingPickler.dumps(model.layers[0].weight)
-    with refused("RANK: layers.0.weight has been moved into memory", "Send p.detach().clone()"):
+    with refused("RANK: layers.0.weight has been moved into memory", "send them p.detach().clone()"):
         plain(model, optimizer, 3)
 
 
