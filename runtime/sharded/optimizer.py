@@ -38,11 +38,7 @@ class SteppedPieces:
     pieces: Sequence[Piece] = ()  #: of its reduced parameters, in plan order
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        numbers: Mapping[int, int],
-        names: Mapping[int, str],
-        is_stepped_by_bucket: bool,
+        self, optimizer: Optimizer, numbers: Mapping[int, int], names: Mapping[int, str], is_stepped_by_bucket: bool
     ) -> None:
         self.name = type(optimizer).__name__
         self._optimizer = optimizer

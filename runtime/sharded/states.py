@@ -62,13 +62,9 @@ class ShardedStates:
     def join(self) -> None:
         """Move the states of the pieces back to whole parameters; called on every rank."""
         states = self._optimizer.state
-        tensors = (
-            (key, tensor)
-            for state in states.values()
-            for key in state
-            for tensor in torch_internals.tensors_in(state[key])
-        )
-        devices = {key: tensor.device for key, tensor in tensors if not tensor.dim()}
+        items = [item for state in states.values() for item in state.items()]
+        numbers = [(key, t) for key, value in items for t in torch_internals.tensors_in(value) if not t.dim()]
+        devices = {key: number.device for key, number in numbers}
         gathered = self._gather_all()
         for _, parameter, piece in self._entries:
             if piece is None:

@@ -43,6 +43,8 @@ def test_gradients_stay_hidden_after_a_forward(split: str) -> None:
             loss_of(model(batch(2))).backward()
         optimizer.step()
         optimizer.zero_grad()
+    model(batch(3))
+    assert all(parameter.grad is None for parameter in model.parameters())  # nothing is hidden where nothing is
     assert len(said) == 3 * 2 * 3
     for text in said:
         assert f"ReplicationError: rank {dist.get_rank()}: " in text
