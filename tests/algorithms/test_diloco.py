@@ -200,9 +200,6 @@ def test_resumes_with_another_warm_up(steps_before: int, warmup_steps: int) -> N
     assert (flat_of(model) - before).abs().max() < 2.5 * optimizer.param_groups[0]["lr"]
 
 
-# Bytes on the wire.
-
-
 @pytest.mark.parametrize(
     ("numels", "expected"),
     [

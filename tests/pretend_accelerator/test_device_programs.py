@@ -20,6 +20,7 @@ IN_CI = [
     "forward split",
     "normalized",
     "grad scaler",
+    "measured",
     "sharded, read on another stream",
     "inductor, regions",
     "without DLPack",

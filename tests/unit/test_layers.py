@@ -6,7 +6,6 @@ import ast
 import graphlib
 import importlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -268,16 +267,6 @@ def test_kernels_import_errors_alone() -> None:
     assert others == {"kernels", "errors"}
 
 
-def test_who_imports_the_harness() -> None:
-    harness = "ddp_compile.bench"
-    users = {m for m in TREES if m not in below(harness) and reaches(imports_of_ours(m), harness)}
-    assert users == {"ddp_compile.__main__"}
-
-
-def test_graph_dumps_know_no_pass() -> None:
-    assert reaches(imports_of_ours("ddp_compile.compile.graph_dump"), "ddp_compile.passes") == set()
-
-
 @pytest.mark.parametrize("module", sorted(set(TREES) - set(below(INTERNALS)) - PRIVATE_BY_PURPOSE))
 def test_private_torch_names_live_in_one_folder(module: str) -> None:
     assert private_torch_names(TREES[module]) == set()
@@ -321,37 +310,6 @@ def test_gradient_stores_alone_write_gradients() -> None:
     sharded = {f"ddp_compile.runtime.sharded.{name}" for name in ("bucket", "gradients", "optimizer")}
     assert writers == {"ddp_compile.runtime.buckets.gradients", "ddp_compile.runtime.buckets.gradient_views", *sharded}
     assert writes_of_grad(ast.parse("a.grad, b = c\nd.grad += e\ndel f.grad\ng = h.grad")) == 3
-
-
-MUTATORS = {"add", "append", "clear", "difference_update", "discard", "pop", "remove", "update"}
-
-
-def writes_of_bucket_iterations(tree: ast.AST) -> list[str]:
-    """Fields of a bucket's iteration, not of a module's, that are assigned or mutated."""
-    written: list[ast.AST] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.Delete):
-            written += node.targets
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            written.append(node.target)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
-            written.append(node.func.value)
-    names = [dotted_name(each) or "" for target in written for each in ast.walk(target)]
-    return [name for name in names if re.fullmatch(r"(.*\.)?(?!_set\b)\w+\.iteration\.\w+", name)]
-
-
-def test_the_bucket_alone_writes_its_iteration() -> None:
-    writers = {module for module in below("ddp_compile.runtime") if writes_of_bucket_iterations(TREES[module])}
-    assert writers == {"ddp_compile.runtime.buckets.bucket"}
-    source = """
-bucket.iteration.state, x = y
-self._bucket.iteration.saved[0] = x
-bucket.iteration.pending.clear()
-self._set.iteration.undefined.add(x)
-y = bucket.iteration.pending
-bucket.iteration = x
-"""
-    assert len(writes_of_bucket_iterations(ast.parse(source))) == 3
 
 
 # Names that are looked for before they are used, and the first torch that has them: docs/compatibility.md.
