@@ -20,7 +20,7 @@ from ddp_compile.runtime.desync import agreement_points, rank_status
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints, ForwardsLeftOut
 from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint
 from ddp_compile.runtime.desync.group_store import StoreLostError
-from ddp_compile.runtime.desync.model_order import ITERATIONS_BETWEEN_AGREEMENTS, ModelOrder, is_agreement_point
+from ddp_compile.runtime.desync.model_order import ModelOrder, is_agreement_point
 from ddp_compile.runtime.desync.rank_status import RankStatus, RankStatuses, format_rank_statuses
 
 
@@ -44,10 +44,6 @@ def test_ranks_in_words() -> None:
         assert format_ranks(ranks) == text
     assert name_values(dict(enumerate([0, 0, 1, 0]))) == "1 on rank 2, 0 on ranks 0-1, 3"
     assert name_values({3: "a", 5: "b"}) == "a on rank 3, b on rank 5"
-
-
-def test_agreement_points() -> None:
-    assert [n for n in range(1, 500) if is_agreement_point(n)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
 
 
 def test_table_of_ranks() -> None:
@@ -180,15 +176,6 @@ def test_model_that_rests() -> None:
         errors = compare_all([models[number == 5] for models in ranks])
         assert all(errors) == (number == 8)
     assert "backwards without a forward before them of model 2 (b): 0 on rank 0, 1 on rank 1" in str(errors[0])
-
-
-def test_order_takes_little_memory() -> None:
-    order = ModelOrder(store_of(dist.HashStore()))
-    models = [order.add(name) for name in "ab"]
-    done = next(iter(fingerprint().models.values()))
-    for number in range(20 * ITERATIONS_BETWEEN_AGREEMENTS):
-        order.last_bucket_is_launched(models[number % 2], done)
-    assert len(order.fingerprint().latest) == 2 * ITERATIONS_BETWEEN_AGREEMENTS
 
 
 def test_backward_that_sends_nothing() -> None:

@@ -130,6 +130,7 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ("gpu-check: torch sees no CUDA device; --dry-run and --device cpu need none\n")
 
 
+@pytest.mark.long
 def test_rehearsal_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command: what it runs imports no package that a borrowed machine may lack."""
     lacking = tmp_path / "lacking"
