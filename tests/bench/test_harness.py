@@ -141,6 +141,7 @@ def test_nothing_is_left_after_success(measured: Measured) -> None:
     assert left_behind(os.getpid()) == []
 
 
+@pytest.mark.long
 def test_a_run_on_a_simulated_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on one CUDA device: one real rank, and rates that are only pretended."""
     monkeypatch.chdir(HERE)
