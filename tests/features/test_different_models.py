@@ -51,8 +51,8 @@ DIFFERENT_MODELS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
         "is parameter weight: float32[9, 4] on cpu with sparse gradient on rank 1",
     ),
     "long names": (
-        lambda rank: nn.ParameterDict({f"{'x' * 10_000}{i}": torch.ones(1 + rank) for i in range(99)}),
-        "float32[1] on cpu on rank 0 is parameter xxx",
+        lambda rank: nn.ParameterDict({f"{'x' * 2000}{i}": torch.ones(1 + rank) for i in range(9)}),
+        ") on rank 1. Build the same",
     ),
     "buffers": (
         lambda rank: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4 + rank, affine=False)),

@@ -79,6 +79,7 @@ def run_eagerly_on_rank_0(model: Any, x: Tensor, step: int) -> None:
         loss.backward()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_launched_by_hooks_elsewhere() -> None:
     assert train(lambda: Mlp(WIDTH, 4), run_eagerly_on_rank_0) == [0.0] * 5
@@ -126,6 +127,7 @@ class CompiledLate(nn.Module):
         return x
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_graphs_compiled_later() -> None:
     models = beside_plain(CompiledLate, bucket_cap_mb=CAP_MB)
@@ -209,6 +211,7 @@ def use_kept_loss(model: Any, x: Tensor, step: int) -> None:
     (loss_of(model(x)) + model.loss).backward()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_bucket_that_no_output_leads_to() -> None:
     assert max(train(KeepsLoss, use_kept_loss, find_unused_parameters=True)) < 1e-6
