@@ -72,8 +72,10 @@ class LaunchQueue:
     @property
     def _scale(self) -> float | Tensor:
         """Factor of the gradients on their way into the flat buffer."""
-        num_averaged = 1 if self.algorithm.traits.prescale else self.divisor
-        return self._normalizer.factor(self.divisor, num_averaged, self.records)
+        if self.algorithm.traits.prescale:
+            return self._normalizer.factor(self.divisor, 1, self.records)
+        # It divides by the number of all ranks, inside Join too, as DistributedDataParallel leaves it to comm hooks.
+        return self._normalizer.factor(self.world_size, self.world_size, self.records)
 
     @property
     def all_launched(self) -> bool:

@@ -204,13 +204,16 @@ def test_first_call_in_a_later_step() -> None:
     torch.testing.assert_close(normalized, model.table.weight.grad, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("has_hook", [False, True])
 @on_ranks(2)
-def test_fewer_batches_in_join() -> None:
+def test_fewer_batches_in_join(has_hook: bool) -> None:
     model, _, _ = model_and_loss(broadcast_buffers=False)
+    if has_hook:
+        model.register_comm_hook(None, allreduce_hook)
     plain = Net()
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=LR) for each in (model, plain))
     num_steps = (4, 2)
-    with model.join():
+    with model.join(divide_by_initial_world_size=not has_hook):
         for step in range(num_steps[dist.get_rank()]):
             tokens, mask = batch(step, 0, dist.get_rank())
             model.normalize_by(int(mask.sum()))
