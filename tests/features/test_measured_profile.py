@@ -67,6 +67,7 @@ def measured_step(plan: str | None) -> tuple[str, float, int]:
     return report.to_json(), median(step.duration_s for step in report.steps), len(model.explain().graphs)
 
 
+@pytest.mark.long  # its layers and its link sleep
 def test_plan_from_measured_steps(ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     profile, plan = tmp_path / "report.json", tmp_path / "plan.json"
     report, default_s, _ = ranks(2).run(measured_step, None)[0]

@@ -76,7 +76,7 @@ class Case(NamedTuple):
     tolerance: float = 1e-6
 
 
-LONG = {"inductor": [pytest.mark.long, pytest.mark.inductor]}
+LONG = {"inductor": [pytest.mark.long, pytest.mark.inductor], "lazy": [pytest.mark.long]}
 CASES = {
     "copied and zeroed": Case(as_view=False, set_to_none=False),
     "lazy": Case(set_to_none=False, ours={"lazy_bucket_allocation": True}),
