@@ -36,15 +36,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 ALONE_IN = Path(__file__).parent / "bench"
+#: What was collected, before what is not asked for is left out.
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Two rules for tests whose violation would go unnoticed, or would not show its reason.
 
     ``make test`` looks for tests marked ``alone`` in one folder, since importing all tests takes seconds. An identifier
     with an address differs in each process, and then pytest-xdist refuses to run any test.
     """
+    config.stash[COLLECTED] = list(items)
     alone = [item for item in items if item.get_closest_marker("alone")]
     elsewhere = [item.nodeid for item in alone if ALONE_IN not in item.path.parents]
     if elsewhere:

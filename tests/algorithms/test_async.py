@@ -273,8 +273,8 @@ def test_abort_of_one_rank(ranks: Ranks) -> None:
 ENDING = Path(__file__).with_name("ends_while_averaging.py")
 ENDED = "rank 1 has reached the end of its process"
 #: How rank 1 ends, rank 0's error, and rank 1's exit code, which is SIGTERM's if it did not end itself.
-HOW = {"exit": (ENDED, 1)}
-LONG_HOW = {
+HOW = {
+    "exit": (ENDED, 1),
     "blocked": (ENDED, -15),  # another exit function takes long
     "child": (ENDED, 1),  # of multiprocessing, which skips atexit
     "leave": ("rank 1 has left the averaging after an error", -15),
@@ -300,8 +300,9 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {how: Ended(values[f"{how} said"], values[f"{how} codes"]) for how in selected}
 
 
-@pytest.mark.parametrize("how", [*HOW, *(pytest.param(how, marks=pytest.mark.long) for how in LONG_HOW)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", HOW)
 def test_rank_that_ends_is_named(how: str, ended: dict[str, Ended]) -> None:
-    told, exit_code = (HOW | LONG_HOW)[how]
+    told, exit_code = HOW[how]
     assert f"has ended, because {told} without model.comm_algorithm.abort()" in ended[how].said
     assert ended[how].codes == [0, exit_code]

@@ -407,9 +407,6 @@ def test_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> None:
     assert said.startswith("a step of LBFGS calls its closure again. With the")
 
 
-# Bytes on the wire: in eight bits of one chunk, minimum, maximum and codes, up to 16 bytes.
-
-
 # Errors, and changes of the algorithm.
 
 

@@ -1,17 +1,19 @@
-"""The algorithm of `examples/custom_algorithm.py`, compared with a slow form that has all ranks in one process."""
+"""The algorithm of `examples/custom_algorithm.py`: what it sends, what it keeps, and that it resumes."""
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.run
+from beside import flat_of, is_same_everywhere, of_all_ranks, own_batch, seeded
 from in_ci import only
 from models import Mlp, loss_of
 from process_copies import run_in_copy
@@ -19,13 +21,10 @@ from rank_pool import on_ranks
 from torch import Tensor, nn
 
 from custom_algorithm import TopK
-from ddp_compile import BucketPlan, ddp_compile
-from ddp_compile.algorithms import AlgorithmConfig
-from ddp_compile.torch_internals import queue_backward_callback
+from ddp_compile import ddp_compile
 
-Named = dict[str, Tensor]
 SCRIPT = Path(__file__).parents[2] / "examples" / "custom_algorithm.py"
-WIDTH, RATIO, RATE = 9, 0.1, 0.5
+WIDTH, RATIO = 9, 0.1
 
 
 class Reversed(nn.Module):
@@ -44,147 +43,69 @@ def mlp() -> nn.Module:
     return Mlp(WIDTH, 3)
 
 
-class Way(NamedTuple):
-    """How a model is trained: its class, and settings of `ddp_compile`."""
-
-    make: Callable[[], nn.Module]
-    split: str
-    backend: str
+WAYS = [(mlp, "backward", "aot_eager"), (mlp, "forward", "aot_eager"), (Reversed, "none", "eager")]
 
 
-WAYS = [Way(mlp, "backward", "aot_eager"), Way(mlp, "forward", "aot_eager"), Way(Reversed, "none", "eager")]
+def replicated(plain: nn.Module, split: str, backend: str) -> Any:
+    settings: Any = {"bucket_cap_mb": 0.0004, "split": split, "backend": backend}
+    return ddp_compile(copy.deepcopy(plain), algorithm=TopK(RATIO), **settings)
 
 
-class Step(NamedTuple):
-    """What one rank has after a step.
-
-    Args:
-        buckets: Names of the parameters of each, in the order in which they were reduced.
-        gradients: Every ``.grad``.
-        residuals: What the rank has not sent.
-    """
-
-    buckets: list[list[str]]
-    gradients: Named
-    residuals: Named
+def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss_of(model(own_batch(step, WIDTH, 6))).backward()
+    return {name: p.grad.flatten() for name, p in model.named_parameters()}
 
 
-class Checkpoint(NamedTuple):
-    """After this many steps of one rank."""
-
-    num_steps: int
-    module: Mapping[str, Any]
-    algorithm: Mapping[str, Any]
-
-
-def backward(module: nn.Module, rank: int, step: int, at_the_end: Callable[[], None] = lambda: None) -> Named:
-    """Gradients of a rank's batch; parameters are in the order of registration.
-
-    Args:
-        at_the_end: Called when the backward has computed all gradients, before the reducer hands them over.
-    """
-    torch.manual_seed(10 * step + rank)
-    module.zero_grad()
-    loss = loss_of(module(torch.randn(6, WIDTH)))
-    loss.register_hook(lambda _: queue_backward_callback(at_the_end))
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
-
-
-@torch.no_grad()
-def descend(module: nn.Module, gradients: Named) -> None:
-    for name, parameter in module.named_parameters():
-        parameter -= RATE * gradients[name]
-
-
-def made(way: Way) -> nn.Module:
-    torch.manual_seed(3)
-    return way.make()
-
-
-def train(
-    way: Way, algorithm: AlgorithmConfig, num_steps: int, begin: Checkpoint | None = None
-) -> tuple[list[Step], Checkpoint]:
-    model = ddp_compile(made(way), algorithm=algorithm, bucket_cap_mb=0.0004, split=way.split, backend=way.backend)
-    if begin is not None:
-        model.load_state_dict(begin.module)
-        model.comm_algorithm.load_state_dict(begin.algorithm)
-    first = 0 if begin is None else begin.num_steps
-    steps = []
-    plans: list[BucketPlan] = []
-    for step in range(first, first + num_steps):
-        gradients = backward(model, torch.distributed.get_rank(), step, lambda: plans.append(model.bucket_plan))
-        descend(model, gradients)
-        buckets = [[gradient.fqn for gradient in bucket.gradients] for bucket in plans[-1].buckets]
-        residuals = model.comm_algorithm.state_dict().get("residuals", [])
-        steps.append(Step(buckets, gradients, dict(zip(gradients, residuals, strict=False))))
-    module = {name: value.clone() for name, value in model.state_dict().items()}
-    return steps, Checkpoint(first + num_steps, module, model.comm_algorithm.state_dict())
-
-
-def simulate(way: Way, world_size: int, plans: list[list[list[str]]]) -> list[tuple[Named, list[Named]]]:
-    """The gradients and every rank's residuals in each step, value by value."""
-    module = made(way)
-    residuals = [{name: torch.zeros(p.numel()) for name, p in module.named_parameters()} for _ in range(world_size)]
-    steps = []
-    for step, buckets in enumerate(plans):
-        own = [backward(module, rank, step) for rank in range(world_size)]
-        means: Named = {}
-        for names in buckets:
-            sizes = [own[0][name].numel() for name in names]
-            total = torch.zeros(sum(sizes))
-            for gradients, kept in zip(own, residuals, strict=True):
-                flat = torch.cat([gradients[name].flatten() for name in names]) * (1.0 / world_size)
-                flat = flat + torch.cat([kept[name] for name in names])
-                magnitudes = flat.abs().tolist()
-                chosen = sorted(range(len(flat)), key=lambda i: magnitudes[i])[-math.ceil(RATIO * len(flat)) :]
-                for i in chosen:
-                    total[i] += flat[i]
-                    flat[i] = 0.0
-                kept.update(zip(names, flat.split(sizes), strict=True))
-            means.update(
-                (name, part.view_as(own[0][name])) for name, part in zip(names, total.split(sizes), strict=True)
-            )
-        descend(module, means)
-        steps.append((means, [dict(kept) for kept in residuals]))
-    return steps
-
-
-def assert_same_bits(ours: Named, expected: Named) -> None:
-    assert ours.keys() == expected.keys()
-    for name in ours:
-        assert torch.equal(ours[name], expected[name]), name
+def train(model: nn.Module, steps: Iterable[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Gradients of each step, whose parameters have not changed yet."""
+    for step in steps:
+        yield step, gradients(model, step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.5 * parameter.grad
 
 
 @pytest.mark.parametrize("world_size", only([3], [2, 3]))
 @on_ranks()
-def test_steps_match_one_process(world_size: int) -> None:
-    for way in WAYS:
-        steps = train(way, TopK(RATIO), 4)[0]
-        plans = [step.buckets for step in steps]
-        assert len(plans[0]) > 1
-        assert (plans[0] != plans[1]) == (way.make is Reversed)
-        for step, (gradients, residuals) in zip(steps, simulate(way, world_size, plans), strict=True):
-            assert_same_bits(step.gradients, gradients)
-            assert_same_bits(step.residuals, residuals[torch.distributed.get_rank()])
-
-
-def differing(ours: Checkpoint, theirs: Checkpoint) -> list[str]:
-    ours_and_theirs = [{**each.module, **dict(enumerate(each.algorithm["residuals"]))} for each in (ours, theirs)]
-    return [name for name, value in ours_and_theirs[0].items() if not torch.equal(value, ours_and_theirs[1][name])]
+def test_largest_values_are_sent_and_others_kept(world_size: int) -> None:
+    for make, *settings in WAYS:
+        plain = seeded(make)
+        model = replicated(plain, *settings)
+        kept = {name: torch.zeros(p.numel()) for name, p in plain.named_parameters()}
+        for step, reduced in train(model, range(4)):
+            plain.load_state_dict(model.state_dict())
+            own = {name: g / world_size + kept[name] for name, g in gradients(plain, step).items()}
+            kept = dict(zip(own, model.comm_algorithm.state_dict()["residuals"], strict=True))
+            is_sent = {name: residual == 0 for name, residual in kept.items()}
+            for name, of_all in reduced.items():
+                torch.testing.assert_close(of_all, of_all_ranks(own[name] * is_sent[name]).sum(0))
+                torch.testing.assert_close(kept[name], own[name] * ~is_sent[name])
+                assert is_same_everywhere(of_all)
+            if step == 0:  # whose buckets may be others
+                continue
+            assert len(model.bucket_plan.buckets) > 1
+            for bucket in model.bucket_plan.buckets:
+                of_bucket, values = (torch.cat([of[g.fqn] for g in bucket.gradients]) for of in (is_sent, own))
+                assert of_bucket.sum() == math.ceil(RATIO * len(values))
+                assert values[of_bucket].abs().min() > values[~of_bucket].abs().max()
 
 
 @on_ranks(2)
 def test_resumes_from_its_state() -> None:
     """Four steps without a break, with one, and with one after which the residuals are zero again."""
-    way = WAYS[0]
-    _, whole = train(way, TopK(RATIO), 4)
-    _, half = train(way, TopK(RATIO), 2)
-    _, resumed = train(way, TopK(RATIO), 2, half)
-    nothing = {"residuals": [torch.zeros_like(residual) for residual in half.algorithm["residuals"]]}
-    _, forgotten = train(way, TopK(RATIO), 2, half._replace(algorithm=nothing))
-    assert differing(whole, resumed) == []
-    assert differing(whole, forgotten) != []
+    plain, (_, *settings) = seeded(mlp), WAYS[0]
+    ends = []
+    for factor in (None, 1.0, 0.0):
+        model = replicated(plain, *settings)
+        list(train(model, range(2)))
+        if factor is not None:
+            state = model.comm_algorithm.state_dict()
+            model = replicated(model, *settings)
+            model.comm_algorithm.load_state_dict({"residuals": [factor * each for each in state["residuals"]]})
+        list(train(model, range(2, 4)))
+        ends.append(flat_of(model))
+    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
 
 
 @pytest.mark.long

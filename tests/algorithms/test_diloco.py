@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from ddp_compile import ReductionError, ReplicationError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import DiLoCo
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
-from ddp_compile.runtime.algorithms.diloco import cut
 
 STEPS = 10
 BYTES = DiLoCo(
@@ -198,27 +196,6 @@ def test_resumes_with_another_warm_up(steps_before: int, warmup_steps: int) -> N
         train_step(model, optimizer, 10 + step)
     assert is_same_everywhere(flat_of(model))
     assert (flat_of(model) - before).abs().max() < 2.5 * optimizer.param_groups[0]["lr"]
-
-
-# Bytes on the wire.
-
-
-@pytest.mark.parametrize(
-    ("numels", "expected"),
-    [
-        ([4, 4, 4, 4], [2, 2]),
-        ([1, 1, 100], [1, 1, 1]),
-        ([100, 1, 1], [1, 1, 1]),
-        ([5, 5, 5, 0, 0], [2, 3]),
-        ([3, 1, 2, 4, 2], [2, 2, 1]),
-    ],
-)
-def test_fragments_are_of_equal_size(numels: list[int], expected: list[int]) -> None:
-    parameters = [nn.Parameter(torch.zeros(numel)) for numel in numels]
-    parts = cut(parameters, len(expected))
-    assert [len(part) for part in parts] == expected and all(
-        a is b for a, b in zip(itertools.chain(*parts), parameters, strict=True)
-    )
 
 
 # Errors.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_compile.__main__ import main
-from ddp_compile.bench import cli, rank_world
-from ddp_compile.bench.rank_world import RankWorld, WorldSettings
-from ddp_compile.bench.settings import WorkloadSettings
+from ddp_compile.bench import cli
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GONE = "all processes, namespaces and temporary files of the run are gone"
@@ -37,10 +34,6 @@ def raising(error: BaseException) -> Callable[[], Any]:
         raise error
 
     return measure
-
-
-def world_without_ranks() -> RankWorld:
-    return RankWorld(WorldSettings(world_size=0, workload=WorkloadSettings(model="mlp")))
 
 
 @pytest.fixture
@@ -71,48 +64,6 @@ def test_interrupts_after_the_first_leave_the_cleanup_alone(
     assert {signal.getsignal(number) for number in SIGNALS} == {signal.default_int_handler}
 
 
-def test_a_signal_that_was_ignored_still_is(ended: Callable[..., tuple[int, str]], interruptible: None) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    assert ended(lambda: signal.raise_signal(signal.SIGHUP) or 0) == (0, "")
-
-
-def test_a_world_deletes_its_folder_though_interrupted_or_while_others_write_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rmtree, late, interrupts = shutil.rmtree, ["a process that was killed is not gone yet"], [signal.SIGINT]
-
-    def disturbed(path: str, *arguments: Any, **others: Any) -> None:
-        if interrupts:
-            signal.raise_signal(interrupts.pop())
-        if late:
-            (Path(path) / "late").write_text(late.pop())
-        else:
-            rmtree(path, *arguments, **others)
-
-    with pytest.raises(KeyboardInterrupt), world_without_ranks() as world:
-        monkeypatch.setattr(shutil, "rmtree", disturbed)
-    assert not late and not interrupts and not world.directory.exists()
-
-
-def test_a_folder_that_cannot_be_deleted_is_named(
-    ended: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rmtree, world = shutil.rmtree, world_without_ranks()
-    monkeypatch.setattr(rank_world, "DELETION_GRACE_S", 0.0)
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
-
-    def measure() -> None:
-        with world:
-            raise KeyboardInterrupt
-
-    status, said = ended(measure)
-    assert status == 130
-    assert (
-        said == f"bench: interrupted; the temporary folder {world.directory} could not be deleted; delete it yourself\n"
-    )
-    rmtree(world.directory)
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -128,14 +79,6 @@ def test_what_the_machine_refuses_takes_one_line(
     assert status == 1 and said.count("\n") == 1
     assert message in said
     assert f"{tmp_path} (--output)" in said and "(TMPDIR)" in said
-
-
-@pytest.mark.parametrize(
-    "error", [FileNotFoundError(errno.ENOENT, "no such file", "x"), KeyError("x"), ValueError("x")]
-)
-def test_a_mistake_of_ours_shows_its_traceback(ended: Callable[..., tuple[int, str]], error: Exception) -> None:
-    with pytest.raises(type(error)):
-        ended(raising(error))
 
 
 def test_a_place_for_the_results_is_looked_for_before_measuring(

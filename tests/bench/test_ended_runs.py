@@ -14,6 +14,7 @@ from ddp_compile.__main__ import main
 from ddp_compile.bench.link import unavailable_reason
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import gzip
 import io
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -139,27 +137,11 @@ def test_failing_implementations_stay_in_the_table(measured: Measured) -> None:
     assert row(measured, "bench_entries:replicated")["status"] == "ok"
 
 
-def test_all_files_have_one_provenance(measured: Measured) -> None:
-    said = json.loads((measured.folder / "provenance.json").read_text())
-    assert said.pop("command").startswith("python -m ddp_compile bench --model bench_entries:tiny --implementations ")
-    assert {name: str(value) for name, value in said.items()} == {
-        name: row(measured, "ddp-eager")[name] for name in (*RUN_COLUMNS, *PROVENANCE_COLUMNS)
-    }
-
-
-def test_every_profile_has_a_trace(measured: Measured) -> None:
-    traces = {path.name for path in measured.folder.glob("trace_*.json.gz")}
-    links = {r["link"] for r in rows_of(measured.folder / "summary.csv")}
-    profiled = ("local", "ddp-eager", "bench_entries_delayed", "bench_entries_replicated")
-    assert traces == {f"trace_{link}_{name}_mode_default_cap_0.25_MiB_.json.gz" for link in links for name in profiled}
-    with gzip.open(measured.folder / min(traces)) as file:
-        assert json.load(file)["traceEvents"]
-
-
 def test_nothing_is_left_after_success(measured: Measured) -> None:
     assert left_behind(os.getpid()) == []
 
 
+@pytest.mark.long
 def test_a_run_on_a_simulated_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on one CUDA device: one real rank, and rates that are only pretended."""
     monkeypatch.chdir(HERE)

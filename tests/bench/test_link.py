@@ -155,7 +155,7 @@ def test_links_are_apart_from_each_other_and_from_the_machine(leaves_nothing: No
         assert first.sent_bytes(2) >= 0
 
 
-@pytest.mark.parametrize("last_that_works", [0, 1, 3, 6, 9, 15])
+@pytest.mark.parametrize("last_that_works", only([6], [0, 1, 3, 6, 9, 15]))
 def test_a_command_that_fails_half_way_leaves_nothing(
     leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, last_that_works: int
 ) -> None:
@@ -171,24 +171,9 @@ def test_a_command_that_fails_half_way_leaves_nothing(
     assert left[0] < -1 or last_that_works == 0
 
 
-def test_an_error_while_deleting_does_not_hide_the_first_one(
-    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*command: str) -> str:
-        raise LinkError("ip is broken")
-
-    link = NamespacedLink(1)
-    with pytest.raises(KeyError, match="mine") as caught, link:
-        monkeypatch.setattr(link_module, "_run", fail)
-        raise KeyError("mine")
-    assert "ip is broken" in caught.value.__notes__[0]
-    monkeypatch.undo()
-    link.__exit__(None, None, None)
-
-
 @pytest.mark.parametrize(
     ("line", "number"),  # of what the process says before the first signal; entering runs 19 commands
-    only([("ip", 6), ("held", 1)], [("ip", 2), ("ip", 6), ("ip", 13), ("ip", 17), ("held", 1)]),
+    only([("held", 1)], [("ip", 2), ("ip", 6), ("ip", 13), ("ip", 17), ("held", 1)]),
 )
 @pytest.mark.parametrize("first", only([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]))
 def test_interrupts_leave_nothing(leaves_nothing: None, line: str, number: int, first: signal.Signals) -> None:
@@ -202,6 +187,7 @@ def test_interrupts_leave_nothing(leaves_nothing: None, line: str, number: int, 
     assert "KeyboardInterrupt" in errors and process.returncode != 0
 
 
+@pytest.mark.long
 def test_stale_namespaces_are_those_of_processes_that_are_gone(leaves_nothing: None) -> None:
     with running([], HOLD) as killed, running([], HOLD) as living:
         wait_for(killed, "held")
@@ -220,6 +206,7 @@ def test_stale_namespaces_are_those_of_processes_that_are_gone(leaves_nothing: N
         living.communicate(timeout=30)
 
 
+@pytest.mark.long
 def test_shaping_changes_the_rate_of_open_connections(leaves_nothing: None) -> None:
     with NamespacedLink(2) as link, running(link.command_prefix(1), RECEIVE) as receiver:
 

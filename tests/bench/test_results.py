@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from ddp_compile.bench.cli import make_cases
-from ddp_compile.bench.links import FixedLink
-from ddp_compile.bench.report import write_csv
 from ddp_compile.bench.results import CaseResult, ideal_step_s, median_ratio, summarize
-from ddp_compile.bench.run import BenchmarkRun, RunResult, RunSettings
 from ddp_compile.bench.settings import Case, Prepared, StepRecord
 
 
@@ -80,56 +72,3 @@ def test_compile_seconds_are_what_the_first_steps_took_beyond_steady_ones() -> N
     (row,) = summarize([result], ["1gbit"], {}, [])
     assert row.cold_compile_s == pytest.approx(11.0)  # 10 in the first step, 1 in the third
     assert row.warm_compile_s is None
-
-
-def test_cases_leave_out_settings_that_make_no_difference() -> None:
-    cases = make_cases(["ddp-eager", "compile-ddp"], [5.0, 25.0], ["default", "max-autotune"], 2)
-    found = {name: [(c.bucket_cap_mb, c.mode) for c in cases if c.implementation == name] for name in ("local",)}
-    assert found["local"] == [(5.0, "default"), (5.0, "max-autotune")]
-    assert [(c.bucket_cap_mb, c.mode) for c in cases if c.implementation == "ddp-eager"] == [
-        (5.0, "default"),
-        (25.0, "default"),
-    ]
-    assert sum(c.implementation == "compile-ddp" for c in cases) == 4
-    assert [case.implementation for case in cases[:3]] == ["local", "local", "communication"]
-    assert {c.no_sync_every for c in cases} == {2}
-
-
-def test_a_run_saves_after_each_case_and_each_round() -> None:
-    """So that a run that is stopped has lost a round at most."""
-
-    class World:
-        """Answers as ranks would."""
-
-        def start_case(self, case: Case) -> World:
-            return self
-
-        def ask(self, method: str, **arguments: object) -> list[object]:
-            prepared = Prepared(num_parameters=1, gradient_bytes=4, warmup_s=[2.0, 1.0], num_graphs=1)
-            return [{"prepare": prepared, "time": steps(1.0), "loss": 0.5}[method]]
-
-    saved: list[tuple[int, int]] = []
-
-    def save(result: RunResult) -> None:
-        saved.append((sum(c.cold is not None for c in result.cases), sum(len(c.steps("none")) for c in result.cases)))
-        statuses = {row.status for row in summarize(result.cases, ["none"], {}, [])}
-        assert statuses == ({"ok"} if saved[-1][1] else {"failed"})
-        assert any(row.cold_compile_s for row in summarize(result.cases, ["none"], {}, []))
-
-    cases = (Case(implementation="local"), Case(implementation="ddp-eager"))
-    settings = RunSettings(cases=cases, rounds=2, steps=1)
-    world: Any = World()
-    BenchmarkRun(world, FixedLink("none"), settings, lambda what: None, save).measure()
-    assert saved == [(1, 0), (2, 0), (2, 2), (2, 4)]
-
-
-def test_a_file_is_whole_though_writing_it_again_is_interrupted(tmp_path: Path) -> None:
-    def rows() -> Iterator[dict[str, int]]:
-        yield {"a": 2}
-        raise KeyboardInterrupt
-
-    path = tmp_path / "figures.csv"
-    write_csv(path, ["a"], [{"a": 1}])
-    with pytest.raises(KeyboardInterrupt):
-        write_csv(path, ["a"], rows())
-    assert path.read_text() == "a\n1\n"

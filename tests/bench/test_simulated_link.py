@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -142,29 +141,12 @@ def test_results_come_with_the_wait_in_any_order() -> None:
     assert seen == [WORLD_SIZE] and not first.any()  # nothing writes after the wait
 
 
-def test_autograd_sees_no_write() -> None:
-    tensor = torch.ones(3, requires_grad=True)
-    loss = tensor.square().sum()
-    with simulated_group(FAST):
-        dist.all_reduce(tensor)
-    loss.backward()
-    assert torch.equal(tensor.grad, torch.full((3,), 8.0))  # of the reduced values, as with any other group
-
-
 def test_a_transfer_that_fails_raises_where_it_is_waited_for() -> None:
     with simulated_group(FAST):
         work = dist.all_reduce(torch.ones(1).expand(4), async_op=True)
         with pytest.raises(RuntimeError, match="single memory location"):
             work.wait()
         dist.all_reduce(payload())
-
-
-def test_a_group_ends_with_its_last_transfer() -> None:
-    tensor = payload()
-    with simulated_group(SLOW):
-        dist.all_reduce(tensor, async_op=True)
-    assert torch.equal(tensor, payload() * WORLD_SIZE)
-    assert [thread for thread in threading.enumerate() if thread.name == "simulated_link"] == []
 
 
 @pytest.mark.parametrize(
@@ -234,61 +216,3 @@ def test_buckets_travel_while_the_backward_goes_on(replicate: Callable[[nn.Modul
     overlapped_s = (num_layers - 1) * sleep_s + transfer_s
     serial_s = (num_layers - 1) * sleep_s + num_layers * transfer_s
     assert overlapped_s <= min(backward_s[2:]) < (overlapped_s + serial_s) / 2
-
-
-def test_functional_collectives_in_a_compiled_graph() -> None:
-    with simulated_group(SLOW):
-        name = dist.group.WORLD.group_name
-
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def step(x: Tensor) -> Tensor:
-            reduced = torch.ops._c10d_functional.all_reduce(2 * x, "sum", name)
-            beside = sleep(x, SLOW_S)
-            return torch.ops._c10d_functional.wait_tensor(reduced) + beside
-
-        assert torch.equal(step(payload()), payload() * (2 * WORLD_SIZE + 1))
-        assert SLOW_S <= shortest_s(lambda: step(payload())) < 1.5 * SLOW_S
-
-
-# On a GPU
-
-GPU_SLOW_S = 0.100
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-GPU_SLOW = LinkModel(world_size=WORLD_SIZE, alpha_s=GPU_SLOW_S, bytes_per_second=1e12)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_on_a_gpu_the_stream_waits_and_not_the_host() -> None:
-    device = torch.device("cuda", 0)
-    with simulated_group(GPU_SLOW, device):
-        dist.all_reduce(payload(device))  # CUDA loads a kernel at its first call, and may wait for others then
-        for num_transfers in (1, 2):
-            tensors = [payload(device) for _ in range(num_transfers)]
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-            for work in reversed(works):
-                work.wait()
-            reduced = tensors[0].clone()  # on the current stream, after the wait
-            host_s = time.perf_counter() - start
-            torch.cuda.synchronize()
-            total_s = time.perf_counter() - start
-            assert torch.equal(reduced.cpu(), payload() * WORLD_SIZE)
-            assert host_s < GPU_SLOW_S / 2
-            assert total_s == pytest.approx(num_transfers * GPU_SLOW_S, rel=0.1)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_on_a_gpu_memory_that_is_let_go_of_early_is_not_used_again_too_soon() -> None:
-    device = torch.device("cuda", 0)
-    with simulated_group(GPU_SLOW, device):
-        tensor = payload(device)
-        address = tensor.data_ptr()
-        dist.all_reduce(tensor, async_op=True)
-        del tensor
-        others = [payload(device) for _ in range(8)]
-        assert address not in [other.data_ptr() for other in others]
-        torch.cuda.synchronize()
-        assert all(torch.equal(other.cpu(), payload()) for other in others)

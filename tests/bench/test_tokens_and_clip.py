@@ -26,6 +26,7 @@ def workload() -> Workload:
     return made._replace(model=made.model.double())  # a step of float32 is no larger than its rounding
 
 
+@pytest.mark.long
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_trains_the_mean_over_tokens() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,63 +108,44 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 OPERATIONS = {**VIEWS, **OTHERS}
 
 
-class Step(NamedTuple):
-    """One thing that is done between two layers."""
-
-    kind: str  # "make" another value, "make_no_grad", or "use" one
-    operation: str  # in `OPERATIONS`; empty for "use"
-    source: int  # position of a value among those there are
-
-
-class Recipe(NamedTuple):
-    """What a model computes.
-
-    Values are the input, the parameter, the buffer, then all that are made, in order, a layer's own result first.
-    """
-
-    steps: tuple[tuple[Step, ...], ...]  # after each layer
-    returned: tuple[int, ...]  # positions of values, beside the last layer's result
-    input_requires_grad: bool
-
-
 def scalar_of(value: Tensor) -> Tensor:
     """A number that every element contributes to, each in another way, so that its place matters."""
     return (value.reshape(-1) * torch.cos(torch.arange(value.numel()))).mean()
 
 
 class SharedMemory(nn.Module):
-    def __init__(self, recipe: Recipe) -> None:
+    """Views of one value are made after the first of three layers and used after the second and the third.
+
+    Args:
+        source: In `SOURCES`.
+        operations: In `OPERATIONS`.
+        returned: Whether the value and its views are outputs, too.
+    """
+
+    def __init__(self, source: str, with_gradients: bool, operations: Sequence[str], returned: bool) -> None:
         super().__init__()
-        self.recipe = recipe
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in recipe.steps)
+        self.source, self.with_gradients, self.operations, self.returned = source, with_gradients, operations, returned
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.register_buffer("constant", torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        values = [x, self.table, self.constant]
-        for layer, steps in zip(self.layers, self.recipe.steps, strict=True):
+        values = {"input": x, "parameter": self.table, "buffer": self.constant}
+        x = values["layer"] = torch.tanh(self.layers[0](x))
+        values["view"] = x.transpose(0, -1)
+        values["detached"] = values["view"].detach()
+        views = [values[self.source]]
+        for operation in self.operations:
+            if self.with_gradients:
+                views.append(OPERATIONS[operation](views[0]))
+            else:
+                with torch.no_grad():
+                    views.append(OPERATIONS[operation](views[0]))
+        for layer in self.layers[1:]:
             x = torch.tanh(layer(x))
-            values.append(x)
-            for kind, operation, source in steps:
-                if kind == "use":
-                    x = x + 0.1 * scalar_of(values[source])
-                elif kind == "make_no_grad":
-                    with torch.no_grad():
-                        values.append(OPERATIONS[operation](values[source]))
-                else:
-                    values.append(OPERATIONS[operation](values[source]))
-        return x * self.table.mean(), *[values[i] for i in self.recipe.returned]
+            for view in views:
+                x = x + 0.1 * scalar_of(view)
+        return x * self.table.mean(), *(views if self.returned else [])
 
 
-#: Position of the value that the views of `all_views` are of.
-SOURCES = {"input": 0, "parameter": 1, "buffer": 2, "layer": 3, "view": 4, "detached": 5}
-
-
-def all_views(source: str, kind: str, operations: Sequence[str], returned: bool) -> Recipe:
-    """Views of one value are made after the first of three layers and used after the second and the third."""
-    prepared = (Step("make", "transpose", 3), Step("make", "detach", 4))
-    made = tuple(Step(kind, operation, SOURCES[source]) for operation in operations)
-    first = 3 + 1 + len(prepared)
-    views = [SOURCES[source], *range(first, first + len(made))]
-    uses = tuple(Step("use", "", i) for i in views)
-    return Recipe(((*prepared, *made), uses, uses), tuple(views) if returned else (), source == "input")
+SOURCES = ("input", "parameter", "buffer", "layer", "view", "detached")

@@ -9,12 +9,14 @@ Whether a single output is a view (``_base``) may differ, since that shows nothi
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from alias_models import OTHERS, SOURCES, VIEWS, WIDTH, Recipe, SharedMemory, all_views, scalar_of
+from alias_models import OTHERS, SOURCES, VIEWS, WIDTH, SharedMemory, scalar_of
+from in_ci import only
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -56,65 +58,53 @@ def observe(module: nn.Module, call: Callable[..., Any], input_requires_grad: bo
     return Observed({**tensors, **{f"gradient of {name}": tensor.grad for name, tensor in inputs.items()}}, facts)
 
 
-def differences(ours: Observed, theirs: Observed, tolerance: float) -> set[str]:
+def differences(ours: Observed, theirs: Observed) -> set[str]:
     wrong = {name for name, fact in theirs.facts.items() if ours.facts[name] != fact}
     for name, theirs_ in theirs.tensors.items():
         ours_ = ours.tensors[name]
         if ours_ is None or theirs_ is None:
             # AOTAutograd returns zeros for inputs that only nodes without a history use.
             wrong |= {name for tensor in (ours_, theirs_) if tensor is not None and tensor.any()}
-        elif ours_.shape != theirs_.shape or not torch.allclose(ours_, theirs_, rtol=tolerance, atol=tolerance):
+        elif ours_.shape != theirs_.shape or not torch.allclose(ours_, theirs_, rtol=1e-6, atol=1e-6):
             wrong.add(name)
     return wrong
 
 
-def assert_as_right_as_torch_compile(recipe: Recipe, split: str, backend: str, least_partitions: int = 1) -> None:
+def assert_as_right_as_torch_compile(*model: Any, split: str = "forward", least_partitions: int = 1) -> None:
     torch.manual_seed(0)
-    module = SharedMemory(recipe)
-    tolerance = 1e-6 if backend == "aot_eager" else 1e-4
+    module, from_input = SharedMemory(*model), model[0] == "input"
     eager = copy.deepcopy(module)
-    expected = observe(eager, eager, recipe.input_requires_grad)
-    ours = ddp_compile(copy.deepcopy(module), split=split, bucket_cap_mb=1e-5, backend=backend)
+    expected = observe(eager, eager, from_input)
+    ours = ddp_compile(copy.deepcopy(module), split=split, bucket_cap_mb=1e-5, backend="aot_eager")
     torch._dynamo.reset()
-    seen = observe(ours, ours, recipe.input_requires_grad)
+    seen = observe(ours, ours, from_input)
     state = ours._ddp_compile_state
     assert state.compiler.failures == []
     assert sum(report.num_partitions for report in state.backend.reports) >= least_partitions, ours.explain()
-    if wrong := differences(seen, expected, tolerance):
+    if wrong := differences(seen, expected):
         torch._dynamo.reset()
-        whole = torch.compile(module, backend=backend)
-        theirs = observe(module, whole, recipe.input_requires_grad)
-        wrong -= differences(theirs, expected, tolerance)
-    assert wrong == set()
+        whole = torch.compile(module, backend="aot_eager")
+        theirs = observe(module, whole, from_input)
+        wrong -= differences(theirs, expected)
+    assert wrong == set(), model
 
 
-GRADS = ["make", "make_no_grad"]
-# Each view once with gradients and once without, spread over what it may be a view of: all pairs take minutes. In CI
-# those of a layer's output.
-SOURCES_IN_CI = {"layer"}
-SHARES = [
-    pytest.param(source, kind, i, marks=[] if kind == GRADS[i % 2] and source in SOURCES_IN_CI else [pytest.mark.long])
-    for kind in GRADS
-    for i, source in enumerate(SOURCES)
-]
-
-
-@pytest.mark.parametrize(("source", "kind", "first"), SHARES)
-def test_views_across_cuts(source: str, kind: str, first: int) -> None:
-    operations = dict.fromkeys(["detach", *list(VIEWS)[first :: len(SOURCES)]])
-    recipe = all_views(source, kind, list(operations), returned=True)
-    assert_as_right_as_torch_compile(recipe, "forward", "aot_eager", least_partitions=3)
+# Each view once with gradients and once without, spread over what it may be a view of: all pairs take minutes.
+@pytest.mark.parametrize(
+    ("source", "with_gradients"), only([("layer", False)], [(s, g) for g in (True, False) for s in SOURCES])
+)
+def test_views_across_cuts(source: str, with_gradients: bool) -> None:
+    operations = dict.fromkeys(["detach", *list(VIEWS)[SOURCES.index(source) :: len(SOURCES)]])
+    assert_as_right_as_torch_compile(source, with_gradients, list(operations), True, least_partitions=3)
 
 
 def test_as_strided_under_no_grad() -> None:
-    recipe = all_views("input", "make_no_grad", ["as_strided"], returned=False)
-    assert_as_right_as_torch_compile(recipe, "forward", "aot_eager")
+    assert_as_right_as_torch_compile("input", False, ["as_strided"], False)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("returned", [False, True])
-@pytest.mark.parametrize("kind", GRADS)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("operation", [*VIEWS, *OTHERS])
-def test_each_operation_alone(operation: str, source: str, kind: str, returned: bool, split: str) -> None:
-    assert_as_right_as_torch_compile(all_views(source, kind, [operation], returned), split, "aot_eager")
+def test_each_operation_alone(operation: str, source: str, split: str) -> None:
+    for with_gradients, returned in itertools.product((True, False), (False, True)):
+        assert_as_right_as_torch_compile(source, with_gradients, [operation], returned, split=split)

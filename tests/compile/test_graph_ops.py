@@ -19,7 +19,6 @@ class Receiver:
     def __init__(self) -> None:
         self.received: list[tuple[list[int], list[Tensor]]] = []
         self.ignored: list[tuple[int, ...]] = []
-        self.awaited: list[list[int]] = []
         self.gathers_parameters = False
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
@@ -29,9 +28,6 @@ class Receiver:
         self.mark_bucket_ready(parameters, gradients)
         return [torch.full_like(gradient, 5) for gradient in gradients]
 
-    def await_parameters(self, param_indices: Sequence[int]) -> None:
-        self.awaited.append(list(param_indices))
-
     def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None:
         self.ignored.extend(buckets)
 
@@ -40,16 +36,6 @@ def registered() -> tuple[int, Receiver]:
     reducer_id, receiver = graph_ops.next_reducer_id(), Receiver()
     graph_ops.register_receiver(reducer_id, receiver)
     return reducer_id, receiver
-
-
-def test_receiver_gets_its_buckets() -> None:
-    (_, other), (reducer_id, receiver) = registered(), registered()
-    gradients = [torch.randn(3), torch.randn(2, 2)]
-    assert torch.ops.ddp_compile.bucket_ready(gradients, reducer_id, [4, 2], []) is None
-    assert other.received == []
-    ((parameters, received),) = receiver.received
-    assert parameters == [4, 2]
-    assert [g.data_ptr() for g in received] == [g.data_ptr() for g in gradients]
 
 
 def test_receiver_is_not_kept_alive() -> None:
@@ -101,11 +87,3 @@ def test_graph_of_other_parameters() -> None:
     assert receiver.ignored == []
     run(x, first, other)
     assert receiver.ignored == buckets
-
-
-def test_await_parameters_operator() -> None:
-    reducer_id, receiver = registered()
-    torch.ops.ddp_compile.await_parameters([torch.ones(2)], reducer_id, [4, 2], [])
-    run = graph_ops.await_before(lambda x: x + 1, [3], reducer_id)
-    assert torch.equal(run(torch.zeros(2)), torch.ones(2))
-    assert receiver.awaited == [[4, 2], [3]]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from ddp_compile import ddp_compile
-from ddp_compile.features.regions import find_regions, region_of_parameters
+from ddp_compile.features.regions import find_regions
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 
@@ -75,26 +75,6 @@ def test_auto_regions() -> None:
     ]
     nested = nn.Sequential(Model(), Model())
     assert list(find_regions(nested, "auto")) == ["0", "1"]
-
-
-def test_shared_block_is_one_region() -> None:
-    block = Block()
-    model = nn.ModuleDict({"a": nn.ModuleList([block, block]), "b": nn.ModuleList([Block(), block])})
-    assert list(find_regions(model, "auto")) == ["a.0", "b.0"]
-
-
-def test_region_of_parameters() -> None:
-    model = Model(3)
-    model.blocks[2].linear.weight = model.blocks[0].linear.weight
-    model.blocks[1].linear.weight = model.stem.weight
-    names = [name for name, _ in model.named_parameters()]
-    found = region_of_parameters(names, find_regions(model, "auto"))
-    by_name = {names[index]: ordinal for index, ordinal in found.items()}
-    assert by_name.pop("blocks.0.linear.weight") == 0
-    assert "stem.weight" not in by_name
-    assert "blocks.1.linear.weight" not in by_name
-    assert all(name.startswith(f"blocks.{ordinal}.") for name, ordinal in by_name.items())
-    assert len(by_name) == 9
 
 
 # How often something is compiled.

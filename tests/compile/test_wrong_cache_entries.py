@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
 
-pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("single_rank_group")]
+pytestmark = [pytest.mark.inductor, pytest.mark.long, pytest.mark.usefixtures("single_rank_group")]
 
 WIDTH = 8
 
@@ -62,7 +62,6 @@ def largest_difference(model: nn.Module, x: Tensor, scales: tuple[float, ...] = 
     return max(differences)
 
 
-@pytest.mark.long
 def test_varying_float_is_not_cached() -> None:
     for scales in ((0.5, 0.25), (0.5, 1.5)):
         torch.manual_seed(0)

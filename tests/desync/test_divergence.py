@@ -10,35 +10,15 @@ import torch
 import torch.distributed as dist
 from differing_ranks import (
     WIDTH,
-    make_model,
-    some_rows,
 )
-from models import loss_of
 from rank_pool import Ranks, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp_compile import GradientSpec, ddp_compile, plan_buckets, shard_optimizer
-from ddp_compile.algorithms import ByteGrad, GradientAllReduce
+from ddp_compile import GradientSpec, ddp_compile, plan_buckets
 from ddp_compile.errors import DDPCompileError, RanksDifferError
 
 # Ranks that get out of step without anybody waiting in vain
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_no_rank_goes_on_after_error() -> None:
-    with pytest.raises(RuntimeError, match="out of step"):
-        model = make_model()
-        loss_of(model(some_rows())).backward()
-        if dist.get_rank() == 1:
-            model(some_rows())
-        loss_of(model(some_rows())).backward()
-    with pytest.raises(RuntimeError) as refused:
-        model(some_rows())
-    rank = dist.get_rank()
-    refusal = str(refused.value)
-    assert refusal.startswith(f"rank {rank}: ") and "Start again from a checkpoint" in refusal
 
 
 # Two models in one process group
@@ -126,22 +106,6 @@ def test_plan_of_another_model(ranks: Ranks) -> None:
 
 
 @on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_forwards_in_another_order() -> None:
-    """In the second step too, after models that run eagerly have packed their buckets again."""
-    models = [ddp_compile(module, backend="eager") for module in (nn.Linear(4, 4), nn.Linear(3, 4))]
-    inputs = [torch.ones(1, 4) + dist.get_rank(), torch.ones(1, 3) + dist.get_rank()]
-    for step in range(3):
-        in_order = [*zip(models, inputs, strict=True)]
-        losses = {model: model(x).sum() for model, x in (reversed(in_order) if step * dist.get_rank() else in_order)}
-        for model in models:
-            losses[model].backward()
-            assert model.bucket_plan.generation == 1
-            assert torch.equal(model.weight.grad, torch.full_like(model.weight, 1.5))
-            model.zero_grad()
-
-
-@on_ranks(2)
 def test_saved_plans_that_differ() -> None:
     with tempfile.TemporaryDirectory() as folder:
         gradients = [
@@ -155,16 +119,6 @@ def test_saved_plans_that_differ() -> None:
         for mine in (4 if dist.get_rank() else 400, 4 if dist.get_rank() else "none"):
             with pytest.raises(RanksDifferError, match="saved bucket plan="):
                 ddp_compile(nn.Linear(4, 4), backend="eager", bucket_plan=f"{folder}/{mine}")
-
-
-@on_ranks(2)
-def test_algorithms_with_own_groups() -> None:
-    models = [
-        ddp_compile(nn.Linear(4, 4), backend="eager", algorithm=algorithm)
-        for algorithm in (GradientAllReduce(), ByteGrad(), GradientAllReduce())
-    ]
-    shard_optimizer(torch.optim.SGD(models[2].parameters(), lr=0.1), models[2])
-    assert [model.comm_algorithm.shares_process_group for model in models] == [True, False, False]
 
 
 def replicate_in(group: dist.ProcessGroup, width: int = 4, **settings: Any) -> Any:

@@ -122,7 +122,3 @@ def test_owner_of_store_does_not_stay_forever(monkeypatch: pytest.MonkeyPatch) -
     started = time.monotonic()
     assert "never posted" in owner.report()
     assert 0.5 <= time.monotonic() - started < 3
-
-
-def test_hash_store_ends_with_nobody() -> None:
-    assert not store_of(dist.HashStore()).ends_here

@@ -18,9 +18,9 @@ from store_ranks import PLAN, on_threads, points_of, run_iteration, store_of
 from ddp_compile.errors import RanksDifferError, format_ranks, name_values
 from ddp_compile.runtime.desync import agreement_points, rank_status
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints, ForwardsLeftOut
-from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint, describe_differences
+from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint
 from ddp_compile.runtime.desync.group_store import StoreLostError
-from ddp_compile.runtime.desync.model_order import ITERATIONS_BETWEEN_AGREEMENTS, ModelOrder, is_agreement_point
+from ddp_compile.runtime.desync.model_order import ModelOrder, is_agreement_point
 from ddp_compile.runtime.desync.rank_status import RankStatus, RankStatuses, format_rank_statuses
 
 
@@ -44,41 +44,6 @@ def test_ranks_in_words() -> None:
         assert format_ranks(ranks) == text
     assert name_values(dict(enumerate([0, 0, 1, 0]))) == "1 on rank 2, 0 on ranks 0-1, 3"
     assert name_values({3: "a", 5: "b"}) == "a on rank 3, b on rank 5"
-
-
-def test_digests() -> None:
-    assert describe_differences({0: fingerprint(), 1: fingerprint()}) is None
-    assert fingerprint().digest == fingerprint().digest
-    different = [fingerprint(), fingerprint(number=5), fingerprint(algorithm="h"), fingerprint(latest=("b",))]
-    assert len({each.digest for each in different}) == 4
-
-
-def test_differences_in_words() -> None:
-    said = [fingerprint(), fingerprint(algorithm="h", forwards_left_out=2), fingerprint()]
-    text = describe_differences(dict(enumerate(said)))
-    assert text is not None
-    assert text.startswith(
-        "way to reduce: h on rank 1, all-reduce on ranks 0, 2; training forwards without a backward: 2 on rank 1"
-    )
-    assert "Pass the same algorithm" in text and "model.no_sync()" in text and "the same number of times" not in text
-
-
-def test_fingerprint_json() -> None:
-    sent = fingerprint(backwards_repeated=3, latest=("a", "b"))
-    assert Fingerprint.from_json(sent.to_json()) == sent
-
-
-def test_first_message_of_another_model() -> None:
-    a, b, buffers = "the gradients of a", "the gradients of b", "the buffers of b"
-    text = describe_differences({0: fingerprint(latest=(a, buffers, b)), 1: fingerprint(latest=(b, buffers, a))})
-    assert text is not None
-    where = "iteration 3 of the process group paired different messages"
-    assert text.startswith(f"{where}: {a} on rank 0, {b} on rank 1. Call the f")
-    assert "a process group of its own" in text
-
-
-def test_agreement_points() -> None:
-    assert [n for n in range(1, 500) if is_agreement_point(n)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
 
 
 def test_table_of_ranks() -> None:
@@ -211,15 +176,6 @@ def test_model_that_rests() -> None:
         errors = compare_all([models[number == 5] for models in ranks])
         assert all(errors) == (number == 8)
     assert "backwards without a forward before them of model 2 (b): 0 on rank 0, 1 on rank 1" in str(errors[0])
-
-
-def test_order_takes_little_memory() -> None:
-    order = ModelOrder(store_of(dist.HashStore()))
-    models = [order.add(name) for name in "ab"]
-    done = next(iter(fingerprint().models.values()))
-    for number in range(20 * ITERATIONS_BETWEEN_AGREEMENTS):
-        order.last_bucket_is_launched(models[number % 2], done)
-    assert len(order.fingerprint().latest) == 2 * ITERATIONS_BETWEEN_AGREEMENTS
 
 
 def test_backward_that_sends_nothing() -> None:

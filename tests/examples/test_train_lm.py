@@ -114,6 +114,7 @@ def test_sharded_muon_trains_and_resumes(tmp_path: Path) -> None:
         assert continued["held_out"] == pytest.approx(straight["held_out"], rel=tolerance, abs=0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_padded_trains_what_one_process_trains(tmp_path: Path) -> None:

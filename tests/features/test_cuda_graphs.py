@@ -21,7 +21,6 @@ import torch._inductor.config as inductor_config
 import torch._inductor.scheduler as scheduler
 import torch._inductor.utils as inductor_utils
 from beside import average, own_batch, seeded
-from in_ci import only
 from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -116,7 +115,8 @@ WAYS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {  # settings, whether 
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("way", only(["sharded_static"], WAYS))
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_operators_outside_cuda_graphs(way: str) -> None:
     settings, is_sharded, expected = WAYS[way]

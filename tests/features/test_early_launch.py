@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from ways_to_train import APPEARS_AT, WAYS, count_early
 
-from ddp_compile import GradientArrivalError, ReductionError, ddp_compile
+from ddp_compile import GradientArrivalError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
@@ -80,6 +79,7 @@ def run_eagerly_on_rank_0(model: Any, x: Tensor, step: int) -> None:
         loss.backward()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_launched_by_hooks_elsewhere() -> None:
     assert train(lambda: Mlp(WIDTH, 4), run_eagerly_on_rank_0) == [0.0] * 5
@@ -127,6 +127,7 @@ class CompiledLate(nn.Module):
         return x
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_graphs_compiled_later() -> None:
     models = beside_plain(CompiledLate, bucket_cap_mb=CAP_MB)
@@ -145,43 +146,6 @@ def test_graphs_compiled_later() -> None:
     assert train_beside(models, use_a_parameter_twice, 5, width=WIDTH, rows=6) == [0.0] * 5
     # Iterations 1, 2 and 4 are agreement points.
     assert num_early == [0, 0, 3, 2, 2]
-
-
-@on_ranks(2)
-def test_launched_again() -> None:
-    """A bucket is launched twice in an iteration in which a second contribution comes to it."""
-    model = ddp_compile(Mlp(WIDTH, 3), bucket_cap_mb=CAP_MB, backend="aot_eager", split="backward")
-    for step in range(3):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            loss = loss_of(model(torch.randn(6, WIDTH)))
-            if step == 2:
-                loss = loss + model.layers[1].weight.square().sum()
-            loss.backward()
-        model.zero_grad()
-    names = [event.name for event in profiler.events()]
-    assert [names.count(f"ddp_compile::bucket_{i}_launch") for i in range(3)] == [1, 2, 1]
-
-
-class Fused(nn.Module):
-    """Gradients that are views of one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.parts = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(3))
-        self.last = nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        fused = nn.functional.linear(torch.tanh(self.first(x)), torch.cat(list(self.parts)))
-        return self.last(torch.tanh(fused))
-
-
-@on_ranks(2)
-def test_gradients_with_one_storage() -> None:
-    model = ddp_compile(Fused(), bucket_cap_mb=CAP_MB, backend="aot_eager")
-    launched = count_early(model)
-    loss_of(model(torch.randn(6, WIDTH))).backward()
-    assert len(launched) == 4
 
 
 class Block(nn.Module):
@@ -247,21 +211,10 @@ def use_kept_loss(model: Any, x: Tensor, step: int) -> None:
     (loss_of(model(x)) + model.loss).backward()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_bucket_that_no_output_leads_to() -> None:
     assert max(train(KeepsLoss, use_kept_loss, find_unused_parameters=True)) < 1e-6
-
-
-def register_hook_and_accumulate(model: Any, x: Tensor, step: int) -> None:
-    if step == 2 and hasattr(model, "register_comm_hook"):
-        model.register_comm_hook(None, allreduce_hook)
-    with getattr(model, "no_sync", contextlib.nullcontext)():
-        loss_of(model(2 * x)).backward()
-    loss_of(model(x)).backward()
-
-
-def test_comm_hook_after_accumulation(single_rank_group: None) -> None:
-    assert train(lambda: Mlp(WIDTH, 4), register_hook_and_accumulate) == [0.0] * 5
 
 
 # Backwards with operators of their own.
@@ -315,55 +268,6 @@ def differ_on_rank_0(model: Any, x: Tensor, step: int) -> None:
 @on_ranks(2)
 def test_collectives_in_the_backward() -> None:
     assert train(lambda: WithCollective(WIDTH, 4), differ_on_rank_0) == [0.0] * 5
-
-
-class RaisesOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.ops.ddp_compile_tests.raise_if_asked(gradient)
-
-
-asked_to_raise = False
-
-
-def raise_if_asked(x: Tensor) -> Tensor:
-    if asked_to_raise:
-        raise ValueError("user error")
-    return x.clone()
-
-
-LIBRARY.define("raise_if_asked(Tensor x) -> Tensor")
-LIBRARY.impl("raise_if_asked", raise_if_asked, "CompositeExplicitAutograd")
-torch.library.register_fake("ddp_compile_tests::raise_if_asked", torch.empty_like, lib=LIBRARY)
-
-
-class MayRaise(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            if i == 1:
-                x = RaisesOnce.apply(x)
-        return x
-
-
-@on_ranks(2)
-def test_exception_after_a_launch() -> None:
-    global asked_to_raise
-    model = ddp_compile(MayRaise(WIDTH, 4), bucket_cap_mb=CAP_MB, backend="aot_eager")
-    x = torch.ones(6, WIDTH)
-    with model.no_sync():
-        loss_of(model(x)).backward()
-    loss = loss_of(model(x))
-    asked_to_raise = True
-    with pytest.raises(ValueError, match="user error"):
-        loss.backward()
-    asked_to_raise = False
-    with pytest.raises(ReductionError, match="the last backward raised after its reduction had started"):
-        model(x)
 
 
 # Algorithms and settings with which a bucket cannot be launched twice.

@@ -68,6 +68,8 @@ def test_the_next_forward_refuses(owner: Any, name: str, monkeypatch: pytest.Mon
     for go_on in (go_backward, go_backward_in_no_sync, regularize):
         with pytest.raises(ReductionError, match="the last backward raised"):
             go_on(model)
+    if name == "agree_on_plan":
+        assert all(parameter.grad is None for parameter in model.unwrap().parameters())
 
 
 def test_interrupted_call_of_forward(
@@ -94,20 +96,3 @@ def test_gradients_of_an_interrupted_backward() -> None:
     assert model[1].weight.grad is not None
     plain = model.unwrap()
     assert all(parameter.grad is None for parameter in plain.parameters())
-
-
-def test_gradients_of_an_interrupted_agreement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = small_model()
-    with monkeypatch.context() as patched:
-        patched.setattr(bucket_set, "agree_on_plan", press_ctrl_c)
-        with pytest.raises(KeyboardInterrupt):
-            go_backward(model)
-    assert all(parameter.grad is None for parameter in model.unwrap().parameters())
-
-
-def test_gradients_of_a_whole_iteration() -> None:
-    model = small_model()
-    go_backward(model)
-    assert all(parameter.grad is not None for parameter in model.unwrap().parameters())

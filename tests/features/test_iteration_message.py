@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,10 +12,8 @@ import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
 from rank_pool import Ranks, on_ranks
-from torch import Tensor
 
 from ddp_compile import ddp_compile
-from ddp_compile.features.uneven_inputs import UnevenInputs
 from ddp_compile.runtime.comm import process_groups, streams
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
 
@@ -41,70 +38,6 @@ def test_one_message_in_an_iteration(settings: dict[str, Any], messages: list[in
             loss.backward()
         numbers.append(send.call_count)
     assert numbers == messages
-
-
-#: Operations that would make a host wait for a GPU with the gradients: reads of their values in Python.
-ASKS_FOR_VALUES = [
-    *((Tensor, f"__{name}__") for name in ("bool", "int", "float", "index", "contains")),
-    *((Tensor, name) for name in ("item", "tolist", "cpu", "numpy", "to", "nonzero", "equal", "allclose", "unique")),
-    *((torch, name) for name in ("equal", "allclose", "nonzero", "is_nonzero", "unique")),
-]
-
-
-@contextmanager
-def counting_waits() -> Iterator[list[str]]:
-    """Flags that ranks exchange are not counted: they are bytes on the host in any case."""
-    waits: list[str] = []
-
-    def counting(function: Any) -> Any:
-        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if tensor.dtype is not torch.uint8:
-                waits.append(function.__name__)
-            return function(tensor, *args, **kwargs)
-
-        return counted
-
-    with pytest.MonkeyPatch.context() as patched:
-        for owner, name in ASKS_FOR_VALUES:
-            patched.setattr(owner, name, counting(getattr(owner, name)))
-        yield waits
-
-
-@pytest.mark.parametrize(
-    ("split", "settings"),
-    [("forward", {"find_unused_parameters": True}), ("backward", {}), ("none", {"static_graph": True})],
-)
-@on_ranks(2)
-def test_host_does_not_wait(split: str, settings: dict[str, Any]) -> None:
-    """Except for the first one: for rank 0's plan, and once for all comparisons of values if buckets leave early.
-
-    On a GPU, tests/gpu says the same with torch's own detection.
-    """
-    settings = {"split": split, "bucket_cap_mb": 0.003, "backend": "aot_eager", **settings}
-    model = ddp_compile(Mlp(width=33, num_layers=4), **settings)
-    for step in range(8):
-        loss = loss_of(model(torch.randn(2, 33)))
-        with counting_waits() as waits:
-            loss.backward()
-        if step == 0:
-            assert [name for name in waits if name != "item"] == (["tolist"] if split == "backward" else [])
-        else:
-            assert waits == []
-        model.zero_grad()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
-def test_flags_of_all_ranks(world_size: int) -> None:
-    lengths = [3, 5]
-    message = IterationMessage(dist.group.WORLD, torch.device("cpu"), is_needed=True)
-    parts = [bytearray(length) for length in lengths]
-    for part in parts:
-        part[dist.get_rank()] = 1
-    message.send(parts)
-    heard = [list(part) for part in message.wait()]
-    told = [int(rank < world_size) for rank in range(5)]
-    assert heard == [told[:3], told]
 
 
 @contextmanager
@@ -132,15 +65,6 @@ def message_beside_a_gpu(with_store: bool) -> tuple[str, list[list[int]]]:
     assert message._group is not first_two
     message.send([bytearray([dist.get_rank() == 0, dist.get_rank() == 1, 0])])
     return str(message._device), [list(part) for part in message.wait()]
-
-
-@on_ranks(2)
-def test_who_trains_inside_join() -> None:
-    state: Any = SimpleNamespace(process_group=dist.group.WORLD, device=torch.device("cuda", 0), monitor=None)
-    inputs = UnevenInputs(state)
-    with without_a_gpu():
-        for training in ([0, 1], [1], []):
-            assert inputs._ranks_that_train(dist.get_rank() in training) == training
 
 
 class WithoutStore:

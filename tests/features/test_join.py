@@ -106,7 +106,7 @@ UNEVEN: dict[str, tuple[list[int], dict[str, bool], dict[str, Any]]] = {
     "other divisor": ([3, 6], {"gradient_as_bucket_view": False}, {"divide_by_initial_world_size": False}),
     "no input": ([3, 0, 2], {}, {}),
 }
-IN_CI = ["comm hook", "unused parameters", "no input"]
+IN_CI = ["unused parameters", "no input"]
 
 
 @pytest.mark.parametrize("way", only(IN_CI, UNEVEN))

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import AsyncModelAverage, ByteGrad, GradientAllReduce, LocalSGD
-from ddp_compile.errors import GradientArrivalError, RanksDifferError, ReplicationError
+from ddp_compile.errors import GradientArrivalError, ReplicationError
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import Step
 
@@ -128,55 +128,6 @@ def test_gathers_of_the_next_step() -> None:
             gathers = [each for each in rank.transfers if each.kind == "gather"]
             assert all(each.launched < rank.began < each.waited_until < rank.backward_began for each in gathers)
         assert step.communication_s is None and "communication unknown" in str(step)  # gloo's messages do not say
-
-
-class Halves(nn.Module):
-    """Its gradients come in two parts, in the order in which the halves are called."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.halves = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, half: int) -> torch.Tensor:
-        half_of_x: torch.Tensor = self.halves[half](x)
-        return half_of_x
-
-
-def step_of_both(a: Any, b: Any, late: tuple[Any, ...]) -> None:
-    """One backward; buckets are launched in the same order for any order of the models in ``late``."""
-    calls = [(a, 0), (b, 0), *((model, 1) for model in late)]
-    loss: Any = sum(loss_of(model(torch.randn(4, model.halves[0].in_features), half)) for model, half in calls)
-    loss.backward()
-
-
-@on_ranks(2)
-@eagerly
-def test_two_measured_models() -> None:
-    a, b = (ddp_compile(Halves(width), backend="aot_eager") for width in (8, 16))
-    for _ in range(4):  # in the last one the ranks compare
-        step_of_both(a, b, late=(a, b))
-    measurements: Any = [model.measure(steps=1) for model in (a, b)]
-    with pytest.raises(RanksDifferError, match=r"model 1 \(Halves\) on rank 0, model 2 \(Halves\) on rank 1"):
-        step_of_both(a, b, late=(a, b) if dist.get_rank() else (b, a))
-    assert not any(measurement.is_complete for measurement in measurements)
-
-
-@on_ranks(2)
-@eagerly
-def test_micro_batches() -> None:
-    model = replicate()
-    measurement = None
-    for number in range(1, 4):
-        with model.no_sync():
-            train_step(model)
-        if number == 2:
-            measurement = model.measure(steps=1)
-        time.sleep(0.02)
-        train_step(model)
-    assert measurement is not None
-    (step,) = measurement.report().steps
-    assert step.number == 3
-    assert all(rank.backward_began - rank.began > 0.02 for rank in step.ranks)
 
 
 @on_ranks(2)

@@ -93,6 +93,7 @@ def test_static_graph_frees_gradients_early() -> None:
     assert found[True] < found[False] - gradients / 2, found
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_zeroed_gradients() -> None:
     found = {}

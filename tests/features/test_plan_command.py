@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from simulated_steps import Simulation
-from torch import nn
 
-from ddp_compile import BucketPlan, ddp_compile
+from ddp_compile import BucketPlan
 from ddp_compile.__main__ import main
 
 LAYERS, LAYER_BYTES = 6, 4 * 512 * 512
 
 
-def net() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(LAYERS)))
-
-
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """Of a layer in each bucket, on a link that takes as long as the computation; the sizes are those of `net`."""
+    """Of a layer in each bucket, on a link that takes as long as the computation."""
     names = [f"{LAYERS - 1 - i}.weight" for i in range(LAYERS)]
     buckets = [([name], LAYER_BYTES) for name in names]
     buckets[:2] = [(names[:2], 2 * LAYER_BYTES)]  # a rate needs transfers of two sizes
@@ -37,16 +30,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return status, *capsys.readouterr()
 
 
-def saved_by_index(path: Path) -> BucketPlan:
-    """A profile's parameters are numbered in launch order here, and a model's in registration order."""
-    text = path.read_text()
-    number_of = {name: str(i) for i, name in enumerate(dict(net().named_parameters()))}
-    path.write_text(re.sub(r'\[\d+,"(\d\.weight)"', lambda found: f'[{number_of[found[1]]},"{found[1]}"', text))
-    return BucketPlan.load(path)
-
-
-@pytest.mark.usefixtures("single_rank_group")
-def test_from_profile_to_trained_plan(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path: Path) -> None:
+def test_from_profile_to_plan(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     link = ("--world-size", "8", "--bandwidth", "10gbit", "--latency", "20us")
     status, out, err = plan(capsys, "--profile", str(profile), *link, "--save", str(path))
@@ -60,10 +44,7 @@ def test_from_profile_to_trained_plan(capsys: pytest.CaptureFixture[str], profil
     assert times["best boundaries"] <= min(time for name, time in times.items() if not name.startswith("sharded"))
     assert re.search(r'fastest: .*best.*\n    ddp_compile\(model, bucket_plan="' + str(path), out)
     assert f"{path} has the plan of: best boundaries" in out  # the profile has no sharded optimizer
-    saved = saved_by_index(path)
-    model: Any = ddp_compile(net(), backend="eager", bucket_plan=path)
-    model(torch.ones(2, 512)).sum().backward()
-    assert model.bucket_plan == saved and 1 < len(saved.buckets) <= LAYERS
+    assert 1 < len(BucketPlan.load(path).buckets) <= LAYERS
 
 
 def test_measured_link(capsys: pytest.CaptureFixture[str], profile: Path) -> None:

@@ -323,25 +323,6 @@ class DiffersByRank(Loop):
         self.breaks = dist.get_rank() == 0
 
 
-class BreaksLater(Loop):
-    """Dynamo gives up the loop from the third step on, after it compiled the whole module and buckets were packed."""
-
-    num_steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_steps += 1
-        self.breaks = self.num_steps > 2
-        return super().forward(x)
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_loop_given_up_later(split: str) -> None:
-    trained = train_left_to_python(BreaksLater, split)
-    assert "6 regions of Block (" in trained.says
-    assert trained.num_early[-1] >= len(trained.buckets) - 2 > 1, trained.num_early
-
-
 def test_one_rank_compiles_blocks(split: str, ranks: Ranks) -> None:
     trained = ranks(2).run(train_left_to_python, DiffersByRank, split)
     for rank, of_rank in enumerate(trained):

@@ -167,6 +167,7 @@ class SparseInTheMiddle(nn.Module):
 
 
 @pytest.mark.inductor
+@pytest.mark.long
 def test_memory_of_a_sparse_gradient() -> None:
     torch.manual_seed(0)
     plain = SparseInTheMiddle().double()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,20 +80,6 @@ def test_parameters_are_free_again(end: Callable[[list[Any]], Any]) -> None:
         backward(replicated(Task(head)))
     finally:
         gc.enable()
-
-
-def test_refused_module_is_freed() -> None:
-    head = nn.Linear(4, 4)
-    kept = replicated(Task(head))
-    refused = Task(head)
-    with pytest.raises(ReplicationError):
-        replicated(refused)
-    body = weakref.ref(refused.body)
-    del refused
-    kept.unwrap()
-    gc.collect()
-    assert body() is None
-    backward(replicated(Task(head)))
 
 
 # Another wrapper around, or instead of, a replicated module

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from expecttest import assert_expected_inline
 from simulated_steps import rank_step, reduce, report_of, step_with_late_rank
 
 from ddp_compile.report.steps import Step
-
-
-def test_a_late_rank() -> None:
-    assert_expected_inline(
-        str(step_with_late_rank()),
-        """compute 66 ms, communication 50 ms, exposed 30 ms (bucket 1), rank 3 late by 20 ms""",
-    )
-
-
-def test_one_rank_knows_of_no_late_rank() -> None:
-    step = Step(number=7, ranks=step_with_late_rank().ranks[:1])
-    assert_expected_inline(str(step), """compute 61 ms, communication 50 ms, exposed 30 ms (bucket 1)""")
-
-
-def test_all_is_hidden() -> None:
-    step = Step(number=1, ranks=(rank_step(0, reduce(0, 0.01, 0.05, 0.09, 0.09)),))
-    assert_expected_inline(str(step), """compute 100 ms, communication 40 ms, exposed 0 ms""")
 
 
 def test_nothing_is_sent() -> None:
@@ -46,13 +28,6 @@ exposed 13 ms (bucket 0
     )
 
 
-def test_the_algorithm_as_a_whole_is_waited_for() -> None:
-    assert_expected_inline(
-        str(Step(number=1, ranks=(rank_step(0, drained_s=0.02),))),
-        """compute 80 ms, exposed 20 ms (20 ms outside of buckets)""",
-    )
-
-
 def test_table() -> None:
     unknown = Step(number=9, ranks=tuple(rank_step(rank, reduce(0, 0.01, None, 0.02, 0.03)) for rank in (2, 3)))
     report = report_of(step_with_late_rank(7), step_with_late_rank(8), unknown)
@@ -67,9 +42,3 @@ Mlp, gradient all-reduce: 3 steps of 2 ranks, 2 buckets, plan <digest>; times in
 median   92       66          0             50       30
 Unknown times: nothing reported when reductions ended. Waits for them were still measured.""",
     )
-
-
-def test_of_many_steps_the_last_ones_are_shown() -> None:
-    lines = str(report_of(*(replace(step_with_late_rank(), number=number) for number in range(1, 101)))).splitlines()
-    assert "100 steps of 2 ranks" in lines[0]
-    assert [line.split()[0] for line in lines[2:]] == [*map(str, range(81, 101)), "median"]

@@ -60,7 +60,7 @@ UNEVEN: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", only(["model's loss", "data that end", "auxiliary loss", "number not used"], UNEVEN))
+@pytest.mark.parametrize("name", only(["data that end", "auxiliary loss"], UNEVEN))
 def test_mean_over_tokens_is_that_of_ddp(name: str, tmp_path: Path, ranks: Ranks) -> None:
     num_gathers, way = UNEVEN[name]
     for ours, ddp in ranks(2).run(call, "trainer_ranks.train_uneven", str(tmp_path), **way):

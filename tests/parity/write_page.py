@@ -15,7 +15,7 @@ import contextlib
 import json
 import sys
 import tomllib
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,6 +160,14 @@ def format_page(rows: Sequence[Row], cases: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def only_listed(items: Iterable[pytest.Item], listed: Container[str]) -> list[pytest.Item]:
+    return [item for item in items if item.nodeid in listed or item.nodeid.split("[")[0] in listed]
+
+
+def markers_of(items: Iterable[pytest.Item]) -> dict[str, list[str]]:
+    return {item.nodeid: sorted({mark.name for mark in item.iter_markers()}) for item in items}
+
+
 class _Recorder:
     """A pytest plugin that deselects all cases except the listed ones, and records their markers and outcomes."""
 
@@ -169,8 +177,8 @@ class _Recorder:
         self.outcomes: dict[str, set[str]] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid in self.listed or item.nodeid.split("[")[0] in self.listed]
-        self.markers = {item.nodeid: sorted({mark.name for mark in item.iter_markers()}) for item in items}
+        items[:] = only_listed(items, self.listed)
+        self.markers = markers_of(items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.outcomes.setdefault(report.nodeid, set()).add(report.outcome)

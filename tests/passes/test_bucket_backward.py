@@ -10,7 +10,6 @@ import torch
 from backward_graphs import BackwardBuilder, aten, bucket_ready, calls, context
 from torch import fx
 
-from ddp_compile.passes.analysis.aten_values import base_of
 from ddp_compile.passes.backward.bucket_backward import bucket_backward_pass
 
 
@@ -142,14 +141,3 @@ def test_moved_gradients() -> None:
     assert returned[3].meta["val"].stride() == (1, 4)
     assert returned[1] is gradients[2]
     gm.graph.lint()
-
-
-def test_base_of_views() -> None:
-    build = BackwardBuilder()
-    value = build.call(aten.mm.default, build.input("a"), build.input("b"))
-    part = build.call(operator.getitem, build.call(aten.split.Tensor, build.call(aten.t.default, value), 2), 1)
-    assert base_of(part) is value
-    assert base_of(value) is value
-    pair = build.call(aten.max.dim, value, 0)
-    values = build.call(operator.getitem, pair, 0)
-    assert base_of(values) is values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -63,29 +62,3 @@ USES: dict[str, tuple[Callable[..., Any], list[tuple[int, str]]]] = {
 def test_ready_at_earliest_use(case: str) -> None:
     function, expected = USES[case]
     assert order(*record(function, ids=torch.tensor([0, 1]), x=nn.Parameter(torch.ones(4, 4)))) == expected
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda p: p.t(),
-        lambda p: p.view(2, 8),
-        lambda p: p.half(),
-        lambda p: p.to(torch.float64),
-        lambda p: p.contiguous(),
-        lambda p: operator.getitem(p.chunk(2), 0),
-        lambda p: operator.getitem(p.unbind(0), 0),
-    ],
-)
-def test_views_and_casts_are_no_use(view: Callable[[Any], Any]) -> None:
-    def function(x: Any, p0: Any, p1: Any) -> Any:
-        seen = view(p0)
-        return torch.mul(x, p1), torch.sum(seen)
-
-    assert order(*record(function)) == [(0, "sum_1"), (1, "mul")]
-
-
-def test_unrecorded_values_count() -> None:
-    gm, parameter_of = record(lambda p0: torch.sum(p0))
-    del next(iter(gm.graph.find_nodes(op="call_function", target=torch.sum))).meta["example_value"]
-    assert order(gm, parameter_of) == [(0, "sum_1")]

@@ -167,11 +167,6 @@ def halved(x: Tensor, y: Tensor) -> Tensor:
     return (z * 2).tan().expand(half) * y.sum()
 
 
-def symbols_of(size: Any) -> set[Any]:
-    symbols: set[Any] = size.node.expr.free_symbols
-    return symbols
-
-
 @pytest.mark.parametrize("function", [concatenated, halved])
 def test_symbols_of_partition_inputs(function: Callable[..., Tensor]) -> None:
     gm, inputs = capture(function, torch.rand(6, 2), torch.rand(5, 2), dynamic=True)
@@ -187,20 +182,6 @@ def test_symbols_of_partition_inputs(function: Callable[..., Tensor]) -> None:
         assert mentioned <= {str(example) for example in examples if isinstance(example, torch.SymInt)}
     assert mentioned
     assert_computes_the_same(gm, stitched, inputs)
-
-
-def test_autocast_across_partitions() -> None:
-    gm, _ = capture(with_nested_autocast, torch.rand(3, 3))
-    partitions = partitions_of(partition_graph(gm, [find(gm, "cos"), find(gm, "matmul", 2)]))
-    enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-    entered = [[n for n in p.graph.nodes if n.target is enter] for p in partitions]
-    assert [[(n.args[0], n.args[2]) for n in nodes] for nodes in entered] == [
-        [("cpu", True), ("cpu", False)],
-        [("cpu", True), ("cpu", False)],
-        [("cpu", True)],
-    ]
-    for partition, nodes in zip(partitions, entered, strict=True):
-        assert [n.args[0] for n in partition.graph.nodes if n.target is leave] == nodes[::-1]
 
 
 def test_placeholders_keep_their_sources() -> None:

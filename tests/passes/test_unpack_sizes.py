@@ -35,20 +35,3 @@ def test_symbolic_sizes_are_unpacked() -> None:
     assert all(len(node.args) == 2 for node in sizes)
     assert not any("Size" in interval.reason for interval in find_held_cuts(gm))
     assert torch.equal(run(gm, inputs), expected)
-
-
-def test_size_as_argument_becomes_tuple() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["example_value"] = torch.rand(6, 4)
-    size = graph.call_method("size", (x,))
-    size.meta["example_value"] = torch.Size([6, 4])
-    rows = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
-    flat = graph.call_method("reshape", (x, (24,)))
-    graph.output((graph.call_method("view", (flat, size)), rows))
-    gm, num_changed, _ = unpack_sizes_pass(fx.GraphModule({}, graph), CONTEXT)
-    gm.recompile()
-    assert num_changed == 1
-    view = next(node for node in gm.graph.nodes if node.target == "view")
-    assert view.args == (flat, (6, 4))
-    assert gm(torch.rand(6, 4))[0].shape == (6, 4)

@@ -71,38 +71,6 @@ def test_one_value_crosses_for_its_views(
     assert [name for name in inputs(second) if name != "p0"] == crossing
 
 
-def test_returned_views_and_bases() -> None:
-    def function(x: Any) -> Any:
-        h = torch.sin(x)
-        y = h.t()
-        target = y.detach()
-        return torch.cos(h), y, target
-
-    stitched, (first, _) = cut(record(function).gm, "cos")
-    assert outputs(first) == ["sin"]
-    x = torch.rand(4, 4)
-    _, y_value, target_value = stitched(x)
-    assert torch.equal(y_value, x.sin().t()) and torch.equal(target_value, y_value)
-    assert target_value.untyped_storage().data_ptr() == y_value.untyped_storage().data_ptr()
-
-
-def test_no_grad_views() -> None:
-    def function(call: Any, x: Any) -> Any:
-        h = torch.sin(x)
-        call(torch._C._set_grad_enabled, False)
-        flat = h.view(-1)
-        call(torch._C._set_grad_enabled, True)
-        return torch.mul(torch.cos(h), 2), torch.exp(flat)
-
-    stitched, (*_, last) = cut(record(function).gm, "cos", "exp")
-    assert inputs(last) == ["sin"]
-    modes = last.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
-    assert [node.args for node in modes] == [(False,), (True,)]
-    x = torch.rand(4, 4, requires_grad=True)
-    stitched(x)[1].sum().backward()
-    assert x.grad is None
-
-
 def test_what_is_no_view() -> None:
     def function(x: Any, hook: Any) -> Any:
         h = torch.sin(x)

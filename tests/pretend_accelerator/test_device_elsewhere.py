@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import GradientAllReduce, LocalSGD
 
-pytestmark = needs_pinned_torch
+pytestmark = [needs_pinned_torch, pytest.mark.long]
 BUSY_MS = 100
 
 

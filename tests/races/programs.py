@@ -490,6 +490,8 @@ PROGRAMS = _ON_NCCL | {f"{name}, blocking": Blocking(_ON_NCCL[name]) for name in
 STEADY_PROGRAMS: dict[str, Program] = {
     "backward split": steady,
     "forward split": partial(steady, split="forward"),
+    "unused parameters": partial(steady, find_unused_parameters=True),
+    "static graph": partial(steady, static_graph=True),
     "sharded": partial(steady, of_shards=True),
     "ByteGrad": partial(steady, algorithm=ByteGrad()),
 }

@@ -53,11 +53,6 @@ def test_arguments_of_ddp_that_are_off(name: str) -> None:
         refuse_unknown_arguments({name: False})
 
 
-def test_arguments_come_before_the_module() -> None:
-    with pytest.raises(TypeError, match=r"does not take device_ids=\[0\]; move the module to its device first"):
-        ddp_compile(object(), device_ids=[0])  # type: ignore[type-var]
-
-
 def test_every_argument_of_ddp() -> None:
     theirs = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
     ours = set(inspect.signature(ddp_compile).parameters) - {"module", "positional", "unknown"}

@@ -45,50 +45,6 @@ def test_limits_and_files_of_parts(name: str, tmp_path: Path) -> None:
                 assert (ROOT / argument).exists(), argument
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_estimates_of_parts(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(program("gpu_check"), "count_tests", lambda *which: 41 if "-k" in which else 80)
-    parts = parts_of(name, tmp_path)
-    for part in parts:
-        assert 0 < part.starts().seconds * 1.2 < part.limit_s, part.name
-    program("gpu_parts").print_estimate(parts)
-    shown = capsys.readouterr().out
-    assert all(part.name in shown for part in parts) and "assumed: 8 s for a process" in shown
-
-
-def test_buckets_of_small_cases() -> None:
-    """With one for each 10 MB of 256 MiB, a way that launches once for each tensor did so 4.5 million times."""
-    bench_kernels = program("bench_kernels")
-    for case in bench_kernels.CASES["cuda"]:
-        buckets = bench_kernels.num_buckets(case, "cuda")
-        assert buckets == 2 if case.numels == bench_kernels.SMALL else buckets * case.moved_bytes >= 256 << 20
-        assert bench_kernels.estimate(case, "cuda").launches < 1_500_000
-
-
-def test_kernel_times_of_an_interrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench_kernels = program("bench_kernels")
-    first, second, *_ = bench_kernels.CASES["cpu"]
-    measured = []
-
-    def measure(case: Any, device: str, rounds: int) -> dict[str, list[float]]:
-        if measured:
-            raise KeyboardInterrupt
-        measured.append(case)
-        return {name: [1.0, 2.0] for name in bench_kernels.ways_of(case)}
-
-    times = tmp_path / "times.csv"
-    monkeypatch.setattr(bench_kernels, "CASES", {"cpu": (first, second)})
-    monkeypatch.setattr(bench_kernels, "measure", measure)
-    monkeypatch.setattr(bench_kernels.os, "sched_setaffinity", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--output", str(times)])
-    with pytest.raises(KeyboardInterrupt):
-        bench_kernels.main()
-    rows = program("gpu_parts").read_rows(times, "")
-    assert {row["case"] for row in rows} == {first.name} and len(rows) == len(bench_kernels.ways_of(first))
-
-
 # It writes what it has, and then hangs, with a child, deaf to Ctrl-C.
 HANGS = """
 import pathlib, signal, subprocess, sys, time
@@ -127,24 +83,6 @@ def test_part_that_exceeds_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     while is_running(row["child"]):  # a killed process may end a moment later
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_interrupted_part(tmp_path: Path) -> None:
-    gpu_parts = program("gpu_parts")
-    interrupts = (
-        "import os, signal, time; print('begun', flush=True); os.kill(os.getppid(), signal.SIGINT); time.sleep(9)"
-    )
-    part = gpu_parts.Part(
-        name="part", command=[sys.executable, "-c", interrupts], limit_s=60, starts=gpu_parts.Starts, figures=str.split
-    )
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            part.run(tmp_path, NO_FIGURES, {})
-    finally:
-        signal.signal(signal.SIGINT, before)
-    record = json.loads((tmp_path / "part.json").read_text())
-    assert (record["outcome"], record["figures"][0]) == ("FAILED: stopped from outside", "begun")
 
 
 def test_results_of_tests(tmp_path: Path) -> None:
@@ -192,6 +130,7 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ("gpu-check: torch sees no CUDA device; --dry-run and --device cpu need none\n")
 
 
+@pytest.mark.long
 def test_rehearsal_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command: what it runs imports no package that a borrowed machine may lack."""
     lacking = tmp_path / "lacking"

@@ -11,8 +11,9 @@ import json
 import pytest
 import torch
 from parity import write_page
-from parity.write_page import PAGE, Row, differences, format_page, load_rows, problems_of
+from parity.write_page import PAGE, differences, format_page, load_rows, problems_of
 from process_copies import run_in_copy
+from shared_fixtures import COLLECTED
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
@@ -23,8 +24,14 @@ ROWS = load_rows()
 
 
 @pytest.fixture(scope="module")
-def markers() -> dict[str, list[str]]:
-    """The markers of each case that the rows list, by node id; from a process of its own, as pytest does not nest."""
+def markers(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """The markers of each case that the rows list, by node id.
+
+    If not all of their files were collected, from a process of its own, as pytest does not nest.
+    """
+    items, listed = request.config.stash[COLLECTED], {test for row in ROWS for test in row.tests}
+    if {test.split("::")[0] for test in listed} <= {item.nodeid.split("::")[0] for item in items}:
+        return write_page.markers_of(write_page.only_listed(items, listed))
     done = run_in_copy(write_page.print_markers, timeout_s=120)
     assert done.exit_code == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
@@ -42,19 +49,6 @@ def test_rows_of_this_torch(section: str) -> None:
     if found and is_newer_than_tested(torch.__version__):
         pytest.skip("; ".join(found))  # said by every run, and no reason why nothing else could be tried with it
     assert found == []
-
-
-def test_rows_of_other_versions() -> None:
-    rows = [Row("arguments", "old", "same", "", ()), Row("arguments", "new", "same", "", (), "2.14")]
-    assert differences("arguments", rows, {"old"}, "2.13.0+cpu") == []
-    assert differences("arguments", rows, {"old", "new"}, "2.14.1") == []
-    assert differences("arguments", rows, {"old", "new"}, "2.13.0") == [
-        'torch 2.13.0 has new, whose row says since = "2.14": tests/parity/arguments.toml'
-    ]
-    assert differences("arguments", rows, {"new", "newer"}, "2.20.0a0+git12") == [
-        "torch 2.20.0a0+git12 has newer, which has no row: tests/parity/arguments.toml",
-        "torch 2.20.0a0+git12 has no old, which has a row: tests/parity/arguments.toml",
-    ]
 
 
 def test_refused_arguments() -> None:
@@ -88,25 +82,3 @@ def test_row_of_inductor(markers: dict[str, list[str]]) -> None:
     with_inductor = {case for case, marks in markers.items() if "inductor" in marks}
     assert set(write_page.cases_of(row, markers)) == with_inductor
     assert len(with_inductor) >= 12
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        (Row("behavior", "a", "equal", "", ("tests/a.py::b",)), "a: verdict 'equal' is none of"),
-        (Row("behavior", "a", "same", "", ()), "a: 'same' with 0 tests"),
-        (Row("behavior", "a", "not yet", "", ("tests/a.py::b",)), "a: 'not yet' with 1 tests"),
-        (Row("behavior", "a", "same", "", ("tests/a.py::b", "tests/a.py::c")), "a: there is no tests/a.py::c"),
-        (Row("behavior", "a", "refused", "", ("tests/a.py::b[2]",)), "a: there is no tests/a.py::b[2]"),
-    ],
-)
-def test_problems_of_rows(row: Row, problem: str) -> None:
-    assert any(problem in each for each in problems_of([row], {"tests/a.py::b[1]": [], "tests/a.py::bc": []}))
-
-
-def test_good_row() -> None:
-    cases = {"tests/a.py::b[1]": [], "tests/a.py::b[2]": [], "tests/a.py::bc": []}
-    row = Row("behavior", "a", "same", "so", ("tests/a.py::b",))
-    assert problems_of([row], cases) == []
-    assert "| a | same | so | 2 |" in format_page([row], cases)
-    assert "| a (since 2.15) | same | so | 2 |" in format_page([row._replace(since="2.15")], cases)

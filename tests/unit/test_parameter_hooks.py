@@ -77,52 +77,6 @@ def backward(used: list[Parameter]) -> None:
     x.sum().backward()
 
 
-def test_every_gradient_notifies() -> None:
-    listener, params = Listener(), parameters(4)
-    hooks = ParameterHooks(params, Accumulators(params), listener)
-    backward(params)
-    assert listener.heard == [3, 2, 1, 0]
-    hooks.remove()
-    backward(params)
-    assert len(listener.heard) == 4
-
-
-def test_last_gradient_notifies() -> None:
-    listener, params = Listener(), parameters(6)
-    hooks = ParameterHooks(params, Accumulators(params), listener)
-    buckets = two_buckets(params)
-    listener.batch(hooks, *buckets)
-    backward(params)
-    # Of (3, 4, 5) number 5 is expected to be last at first: the order has changed, and 4 and 3 tell of themselves.
-    assert listener.heard == [5, 4, 3, 0]
-    assert not listener.missing
-    for _ in range(2):
-        hooks.notify_of_each()
-        listener.heard.clear()
-        listener.batch(hooks, *buckets)
-        backward(params)
-        assert listener.heard == [3, 0]
-        assert not listener.missing
-
-
-def test_first_gradient_is_not_last() -> None:
-    listener, params = Listener(), parameters(3)
-    hooks = ParameterHooks(params, Accumulators(params), listener)
-    hooks.batch(bucket_of(params, 0, 1, 2), arriving=(2,))
-    backward(params)
-    assert listener.heard == [2, 1, 0]
-
-
-def test_flush_after_a_partial_backward() -> None:
-    listener, params, hooks = batched()
-    backward([params[1], params[2]])
-    assert listener.heard == [] and listener.missing == {0, 1, 2, 3, 4, 5}
-    hooks.flush_all()
-    assert listener.heard == [] and listener.missing == {0, 3, 4, 5}
-    backward(params[:2])
-    assert listener.heard == [1, 0]  # each tells of itself again
-
-
 def test_gradient_comes_twice() -> None:
     listener, params, _hooks = batched()
     backward([params[2]])
@@ -138,38 +92,6 @@ def test_gradient_after_the_last() -> None:
     backward([params[1]])
     assert listener.heard == [0]
     assert hooks.flush_all() == [1]
-
-
-def test_batch_without_notification() -> None:
-    listener, params = Listener(), parameters(3)
-    hooks = ParameterHooks(params, Accumulators(params), listener)
-    bucket = bucket_of(params, 2, 1, 0)
-    hooks.batch(bucket, notify_of_last=False)
-    backward(params)
-    hooks.flush_all()
-    assert listener.heard == [] and not bucket.iteration.pending
-
-
-def test_batch_again() -> None:
-    listener, params = Listener(), parameters(3)
-    hooks = ParameterHooks(params, Accumulators(params), listener)
-    bucket = bucket_of(params, 2, 1, 0)
-    for part in params[1:]:
-        hooks.batch(bucket)
-        backward([part])
-    hooks.flush_all()
-    assert bucket.iteration.pending == {0}
-
-
-def test_notify_after_a_batch() -> None:
-    listener, params = Listener(), parameters(3)
-    hooks = ParameterHooks(params, Accumulators(params), listener)
-    bucket = bucket_of(params, 2, 1, 0)
-    hooks.batch(bucket)
-    hooks.notify_of_each()
-    backward(params)
-    assert listener.heard == [2, 1, 0]
-    assert bucket.iteration.pending == {0, 1, 2}
 
 
 def test_notified_after_other_hooks() -> None:

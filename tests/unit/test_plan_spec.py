@@ -17,7 +17,6 @@ from expecttest import assert_expected_inline
 from plans import gradient, gradients, members, plan_in_frames, random_gradients
 from process_copies import run_in_copy
 
-from ddp_compile.errors import number_of, with_article
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.saved_plan import difference_between
@@ -284,15 +283,3 @@ def test_difference_from_a_model() -> None:
     first, second = gradients(1, 2)
     swapped = [replace(second, index=0), replace(first, index=1)]
     assert difference_between(plan, swapped) == "p1 is parameter 1 in the plan and 0 in the model"
-
-
-# Words of messages.
-
-
-def test_number_of() -> None:
-    assert [number_of(count, "bucket") for count in range(3)] == ["0 buckets", "1 bucket", "2 buckets"]
-
-
-def test_with_article() -> None:
-    said = "a Linear, an OptimizedModule, an FSDPModule, an MLP, a DDP, a UNet, an int, an X, a UserModel, an Uncle"
-    assert [with_article(each.split()[1]) for each in said.split(", ")] == said.split(", ")

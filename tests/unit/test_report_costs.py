@@ -156,19 +156,9 @@ def test_needs_are_where_the_forward_waits() -> None:
     assert costs.needed_s == pytest.approx([0.001, 0.003, 0.003 + 0.014 * 3 / 4])
 
 
-def test_needs_in_the_order_of_gradients() -> None:
-    costs = costs_with_gathers((1, 8000, -0.010, 0.006, 0.006), (0, 4000, -0.008, 0.002, 0.002))
-    assert costs.needed_s == pytest.approx([0.006, 0.002, 0.002 + 0.004 * 3 / 4])
-
-
 def test_needs_of_the_backward() -> None:
     costs = costs_with_gathers((1, 8000, -0.010, 0.0, 0.0), (0, 4000, -0.008, 0.030, 0.031))
     assert costs.needed_s == pytest.approx([0.0, 0.020, 0.020])
-
-
-def test_json_has_the_same_costs() -> None:
-    again = StepReport.from_json(measured().to_json())
-    assert collective_of(again) == collective_of(measured())
 
 
 def test_all_reduce_of_a_sharded_optimizer() -> None:

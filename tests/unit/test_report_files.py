@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from collections import Counter
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,10 +12,7 @@ import pytest
 from simulated_steps import MIB, Simulation, many_buckets, six_buckets
 
 from ddp_compile.report.page import render_page
-from ddp_compile.report.spans import spans_of
 from ddp_compile.report.step_report import StepReport
-from ddp_compile.report.timeline import BACKWARD, BUCKETS, EXPOSED, FORWARD, LATE, LAUNCH
-from ddp_compile.report.timing import median_step
 
 VOID = {"meta", "br"}
 
@@ -87,47 +82,6 @@ def test_names_are_escaped() -> None:
     assert evil in " ".join(page.words)
 
 
-def test_spans() -> None:
-    report = six_buckets(late={1: 0.012})
-    step = median_step(report.steps)
-    for rank, spans in spans_of(step).items():
-        busy = sorted((span.begin, span.end) for span in spans if span.lane in ("computation", "late", "wait"))
-        assert busy[0][0] == 0.0 and busy[-1][1] == step.of_rank(rank).ended
-        assert all(end == pytest.approx(begin) for (_, end), (begin, _) in itertools.pairwise(busy))
-        length = Counter[str]()
-        for span in spans:
-            length[span.lane] += span.end - span.begin  # type: ignore[assignment]
-        assert length["late"] == pytest.approx(0.012 if rank == 0 else 0.0)
-        assert length["wait"] == pytest.approx(step.exposed_s)
-        assert length["transfer"] == pytest.approx(step.communication_s)
-
-
-def test_long_launches() -> None:
-    report = six_buckets()
-    (first, *_), own = report.steps[0].ranks, report.steps[0].ranks[0].transfers[0]
-    slow = replace(own, launch_returned=own.launched + 0.004)
-    ranks = (replace(first, transfers=(slow, *first.transfers[1:])), report.steps[0].ranks[1])
-    changed = replace(report, steps=(replace(report.steps[0], ranks=ranks),))
-    (launch,) = (span for span in spans_of(changed.steps[0])[0] if span.lane == "launch")
-    assert launch.end - launch.begin == pytest.approx(0.004)
-    assert "launch that took long" in render_page(changed)
-    assert "launch that took long" not in render_page(report)
-
-
-def test_colors() -> None:
-    def luminance(color: str) -> float:
-        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    colors = set(BUCKETS)
-    assert len(colors) == 10 and not colors & {EXPOSED, LATE, LAUNCH, FORWARD, BACKWARD}
-    for color in (*colors, EXPOSED):
-        own = luminance(color) + 0.05
-        assert (luminance("#ffffff") + 0.05) / own > 3, color
-        assert own / (luminance("#16181d") + 0.05) > 3, color
-
-
 def test_trace(tmp_path: Path) -> None:
     pytest.importorskip("perfetto")
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
@@ -187,8 +141,3 @@ def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ImportError, match=r"pip install perfetto, or save it as \.html"):
         report.save(tmp_path / "step.perfetto-trace")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_page_of_one_step(tmp_path: Path) -> None:
-    six_buckets(steps=1).save(tmp_path / "step.html")
-    assert "which is too few for advice" in (tmp_path / "step.html").read_text(encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 import torch.distributed as dist
 from plans import gradients, plan_in_frames
 
-from ddp_compile.runtime.algorithms import collective_chain
-from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.step_records import StepRecords
 
@@ -118,27 +115,6 @@ def test_waits_that_block_the_host(device: SlowDevice) -> None:
     assert work.num_waits == 0 and records.read_all()[0].transfers[0].done == []
 
 
-class WorkWithFuture(Work):
-    def __init__(self) -> None:
-        super().__init__()
-        self.future: Any = torch.futures.Future()
-
-    def get_future(self) -> Any:
-        return self.future
-
-
-@pytest.mark.parametrize("is_complete", [True, False])
-def test_future_of_a_host_work(is_complete: bool) -> None:
-    records, work = records_of(blocks_host=True), WorkWithFuture()
-    if is_complete:
-        work.future.set_result(None)
-    run_step(records, PLAN, work)
-    (transfer,) = records.steps[0].transfers
-    at = transfer.launch_returned if is_complete else transfer.waited_until  # the wait is over, and its callback is not
-    assert 0 <= transfer.done[0] - at < 50_000_000
-    assert transfer.done == [transfer.waited_until] or is_complete
-
-
 class Hook:
     def __init__(self) -> None:
         self.future: torch.futures.Future[Any] = torch.futures.Future()
@@ -154,27 +130,6 @@ def test_future_of_a_device_hook(device: SlowDevice, is_complete: bool) -> None:
     (transfer,) = records.read_all()[0].transfers
     assert (transfer.done != []) == is_complete
     assert not is_complete or transfer.launch_returned < transfer.done[0] < transfer.waited_from
-
-
-class TwoCollectives(CollectiveChain):
-    name = "two collectives"
-    num_collectives = 2
-
-    def reduce(self, bucket: Any) -> Iterator[dist.Work]:
-        yield Work()
-        yield Work()
-
-
-@pytest.mark.parametrize("blocks_host", [False, True])
-def test_end_of_a_chain(device: SlowDevice, monkeypatch: pytest.MonkeyPatch, blocks_host: bool) -> None:
-    monkeypatch.setattr(collective_chain, "work_blocks_host", lambda *_: blocks_host)
-    group: Any = None
-    bucket: Any = SimpleNamespace(flat=torch.zeros(1), describe=str, call_by_name=lambda call, *args: call(*args))
-    records = records_of(blocks_host)
-    run_step(records, PLAN, TwoCollectives(group).launch(bucket, is_last=True))
-    (transfer,) = records.read_all()[0].transfers
-    assert (transfer.done != []) == (not blocks_host)
-    assert blocks_host or transfer.launch_returned < transfer.done[0] < transfer.waited_from
 
 
 def test_callback_after_the_wait() -> None:
