@@ -105,7 +105,8 @@ def ddp_compile(
         static_graph: Promise that every iteration brings the same gradients, each as often as the first one did. For
             reentrant checkpoints that use a weight several times, and for unused parameters that are always the same.
             The buckets of the first iteration are launched at its end. Replaces ``find_unused_parameters``.
-        parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
+        parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced. Those that
+            DistributedDataParallel's ``_set_params_and_buffers_to_ignore_for_model`` has set are added.
         delay_all_reduce_named_params: Pairs of name and parameter. The reducer leaves out these parameters. Their
             gradients are averaged at the end of each backward that brings the gradient of ``param_to_hook_all_reduce``,
             inside ``no_sync`` too.
@@ -154,7 +155,7 @@ def ddp_compile(
             " bucket holds; pass one of them"
         )
     delayed = delayed_parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-    ignored = names_to_ignore(parameters_to_ignore) - delayed.named.keys()
+    ignored = names_to_ignore(module, parameters_to_ignore) - delayed.named.keys()
     check_module(module, ignored | delayed.named.keys())
     check_algorithm(algorithm)
     caps_bytes = caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, next(module.parameters()).device.type)

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn, optim
@@ -54,6 +54,13 @@ _ELEMENTWISE = (
 _WHOLE = (optim.Adafactor, optim.Muon)
 
 
+_REMOVED = {
+    "placement": "write elementwise=False instead of placement='whole'",
+    "cost": "owners are chosen by Muon's operations or by elements, so leave it out",
+    "allow_uneven": "uneven owners are a warning, so leave it out",
+}
+
+
 def shard_optimizer(
     optimizer: OptimizersT,
     model: nn.Module,
@@ -61,6 +68,7 @@ def shard_optimizer(
     elementwise: bool | None = None,
     master_weights: bool = False,
     overlap: bool = True,
+    **removed: Never,
 ) -> OptimizersT:
     """Let each rank keep the states of its part of the parameters and step only that part.
 
@@ -99,16 +107,19 @@ def shard_optimizer(
         overlap: Let parameters arrive after ``step()`` has returned. A few kinds of reads are not noticed then and need
             ``model.await_parameters()`` first: docs/sharded_optimizer.md lists them. If False, the last optimizer's
             step returns when all parameters are complete.
+        **removed: Refused. For an argument that has gone, the error says what to write.
 
     Returns:
         ``optimizer`` itself, so the list if there are several.
 
     Raises:
-        TypeError: Not an optimizer.
+        TypeError: Not an optimizer, or an unknown argument.
         ValueError: No optimizer.
         ReplicationError: The optimizer or the model is not of the kind above.
         RanksDifferError: On every rank, if the ranks' optimizers have other settings or parameters.
     """
+    for name in removed:
+        raise TypeError(f"shard_optimizer() does not take {name}=; {_REMOVED.get(name, 'leave it out')}")
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     _refuse_arguments(optimizers)
     if not isinstance(model, ReplicatedModule):

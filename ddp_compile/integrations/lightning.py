@@ -25,6 +25,7 @@ from ddp_compile.errors import ReplicationError, shorten_names, this_rank, with_
 from ddp_compile.features.compatibility import Feature
 from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module.mixin import state_of
+from ddp_compile.module.module_checks import names_to_ignore
 
 #: The oldest Lightning that was tested.
 OLDEST = "2.5"
@@ -98,7 +99,8 @@ class DDPCompileStrategy(DDPStrategy):
             )
         self._refuse(module)
         settings = dict(self._ddp_kwargs)
-        if (ignored := settings.get("parameters_to_ignore")) and not isinstance(ignored, str):
+        if not isinstance(settings.get("parameters_to_ignore", ()), str):
+            ignored = names_to_ignore(module, settings.get("parameters_to_ignore", ()))
             settings["parameters_to_ignore"] = [f"module.{name}" for name in ignored]
         model = ddp_compile(_Steps(module), **settings)
         assert is_replicated(model)

@@ -106,11 +106,14 @@ def _sent(module: nn.Module, config: ReplicateConfig) -> Iterator[tuple[str, Ten
         yield from ((name, tensor) for name, tensor in module.named_buffers() if name not in not_sent)
 
 
-def names_to_ignore(names: Iterable[str]) -> frozenset[str]:
-    """The names as a set. Raises a TypeError for a single string, which would be split into letters."""
+def names_to_ignore(module: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """These names, and those that DistributedDataParallel's ``_set_params_and_buffers_to_ignore_for_model`` has set.
+
+    Raises a TypeError for a single string, which would be split into letters.
+    """
     if isinstance(names, str):
         raise TypeError(f"parameters_to_ignore={names!r} is one string; pass a list of names: [{names!r}]")
-    return frozenset(names)
+    return frozenset(names).union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def _check_ignored(module: nn.Module, ignored: frozenset[str]) -> None:

@@ -79,7 +79,9 @@ class Sharding:
     def zero_gradients(self, set_to_none: bool) -> None:
         """Called after the module's own ``zero_grad``, to zero the other gradients."""
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor | None:
+    def clip_grad_norm_(
+        self, rest: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor | None:
         """See ``ReplicatedModule.clip_grad_norm_``; None if no gradients are sharded."""
         return None
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError, ReplicationError, this_rank
@@ -160,7 +160,9 @@ class ShardedParameters(Sharding):
         """See `Sharding.zero_gradients`."""
         self.gradients.zero(set_to_none, range(len(self._parameters)))
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor | None:
+    def clip_grad_norm_(
+        self, rest: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor | None:
         """See `Sharding.clip_grad_norm_`."""
         if not self.buckets:
             return None
@@ -169,12 +171,15 @@ class ShardedParameters(Sharding):
         pieces = [piece.stepped for bucket in self.buckets for piece in bucket.own_pieces]
         with self.transfers.on_every_rank("model.clip_grad_norm_()"):
             total = norm_over_ranks(pieces, float(norm_type), self._parameters, self.transfers)
+        if unsharded := [parameter for parameter in rest if parameter.grad is not None]:
+            norm = get_total_norm([p.grad for p in unsharded if p.grad is not None], float(norm_type))
+            total = torch.linalg.vector_norm(torch.stack([total, norm.to(total)]), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"{this_rank()}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"
                 " cannot be clipped; find what is not finite, or pass error_if_nonfinite=False"
             )
-        clip_grads_with_norm_(pieces, max_norm, total)
+        clip_grads_with_norm_([*pieces, *unsharded], max_norm, total)
         return total
 
     def full_gradients(self, named: Mapping[str, Parameter]) -> dict[str, Tensor]:

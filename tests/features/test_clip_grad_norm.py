@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_compile import ReductionError, ddp_compile
+from ddp_compile import ReductionError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, LocalSGD
 
 WIDTH, NUM_LAYERS = 9, 4
@@ -121,6 +121,31 @@ def test_as_torch_does(name: str) -> None:
         for parameter, gradient in expected.items():
             given = model.get_parameter(parameter).grad
             torch.testing.assert_close(given, gradient, rtol=way.tolerance, atol=1e-7)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@on_ranks(2)
+def test_ignored_parameters_beside_a_sharded_optimizer(norm_type: float) -> None:
+    """They are in no bucket. Here all ranks have the same gradient of them, as if the user had reduced it."""
+    trained = []
+    for is_sharded in (False, True):
+        net: Any = Net((torch.float32,))
+        net._ddp_params_and_buffers_to_ignore = ["ignored"]
+        model: Any = ddp_compile(net, backend="eager", bucket_cap_mb=8e-4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if is_sharded:
+            shard_optimizer(optimizer, model)
+        norms = []
+        for step in range(3):
+            torch.manual_seed(step)
+            model(torch.randint(11, (4,))).square().sum().backward()
+            net.ignored.grad.mul_(100)
+            norms.append(model.clip_grad_norm_(0.1, norm_type))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.await_parameters()
+        trained.append([torch.stack(norms), *(p.detach().clone() for p in model.parameters())])
+    torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-5)
 
 
 class NormsRead(TorchDispatchMode):

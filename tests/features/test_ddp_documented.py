@@ -19,6 +19,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from ddp_compile import GradientArrivalError, ddp_compile
@@ -132,9 +133,19 @@ def test_grad_scaler() -> None:
     assert [scaler.get_scale() for scaler in scalers] == [512.0, 512.0]
 
 
+def ignoring_mlp() -> Mlp:
+    net = small_mlp()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["layers.1.weight"])
+    return net
+
+
+@pytest.mark.parametrize("by_ddp", [False, True])
 @on_ranks(2)
-def test_parameters_to_ignore() -> None:
-    model, plain = beside_plain(small_mlp, parameters_to_ignore=(name for name in ["layers.1.weight"]))
+def test_parameters_to_ignore(by_ddp: bool) -> None:
+    if by_ddp:
+        model, plain = beside_plain(ignoring_mlp)
+    else:
+        model, plain = beside_plain(small_mlp, parameters_to_ignore=(name for name in ["layers.1.weight"]))
     for each in (model, plain):
         loss_of(each(own_batch(0))).backward()
     assert torch.equal(model.layers[1].weight.grad, plain.layers[1].weight.grad)

@@ -59,6 +59,8 @@ def test_calls() -> None:
             {},
         ),
         ("optimizer=[] has no optimizer", [], model, {}),
+        ("placement=; write elementwise=False instead", adamw, model, {"placement": "whole"}),
+        ("does not take momentum=; leave it out", adamw, model, {"momentum": 1}),
         (
             "Adafactor with eps=(None, 0.001) derives a group's first epsilon from the dtype",
             optim.Adafactor([*parameters, low]),
