@@ -103,7 +103,7 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
 
 
 def add_rows(rows: Tensor, out: Tensor, scale: float = 1.0) -> None:
-    """``out = (rows[0] + rows[1] + ...) * scale``, added up in this order in float32 (float64 for float64), rounded once.
+    """``out = (rows[0] + rows[1] + ...) * scale``, in this order, in float32 (float64 for float64), rounded once.
 
     Args:
         rows: Contiguous tensor of shape (rows, n), of any floating dtype: one row from each rank.

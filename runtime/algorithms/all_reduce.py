@@ -164,7 +164,7 @@ class GradientAllReduce(AlgorithmConfig):
             )
         if self.sum_dtype not in (None, torch.float32):
             raise ValueError(
-                f"GradientAllReduce(sum_dtype={self.sum_dtype!r}): pass torch.float32, or None for the dtype on the wire"
+                f"GradientAllReduce(sum_dtype={self.sum_dtype!r}): pass torch.float32, or None for the wire's dtype"
             )
         if self.reproducible and self.hierarchical:
             raise ValueError(
