@@ -3,6 +3,7 @@
 from ddp_compile.kernels.executors import KernelStatus, status
 from ddp_compile.kernels.flatten_plan import FlattenPlan
 from ddp_compile.kernels.ops import (
+    add_rows,
     average_into,
     flatten_scale,
     minmax_u8_compress,
@@ -13,6 +14,7 @@ from ddp_compile.kernels.ops import (
 __all__ = [
     "FlattenPlan",
     "KernelStatus",
+    "add_rows",
     "average_into",
     "flatten_scale",
     "minmax_u8_compress",

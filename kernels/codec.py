@@ -1,4 +1,4 @@
-"""The kernels on single tensors, with their checks: the min-max codec with eight bits a value, and averaging."""
+"""The kernels on single tensors, with their checks: the min-max codec with eight bits a value, averaging, and sums."""
 
 from __future__ import annotations
 
@@ -81,6 +81,29 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
             raise ValueError(f"{name} shares memory with x, which is written; clone it first")
     _module_for(x).average_into(x, total, copy, count)
     increment_version([x])
+
+
+def check_rows_to_add(rows: Tensor, out: Tensor) -> None:
+    """Raise ValueError unless each row has the size, dtype and device of ``out``."""
+    if rows.dim() != 2 or not rows.is_contiguous() or not len(rows) or rows.shape[1:] != out.shape:
+        raise ValueError(
+            f"rows have shape {tuple(rows.shape)}, strides {rows.stride()}; for out of shape {tuple(out.shape)} pass a"
+            " contiguous tensor of shape (rows, elements) with at least one row"
+        )
+    if not out.is_contiguous() or not out.is_floating_point() or rows.dtype != out.dtype or rows.device != out.device:
+        raise ValueError(
+            f"rows are of {rows.dtype} on {rows.device}, out is of {out.dtype} on {out.device}, strides {out.stride()};"
+            " both must be of one floating dtype, on one device and contiguous"
+        )
+
+
+def add_rows(rows: Tensor, out: Tensor, scale: float) -> None:
+    check_rows_to_add(rows, out)
+    _check_memory(rows=rows, out=out)
+    if _overlap(rows, out):
+        raise ValueError("out shares memory with rows, which are read; pass other memory")
+    _module_for(out).add_rows(rows, out, scale)
+    increment_version([out])
 
 
 def _check_values(name: str, values: Tensor) -> None:

@@ -102,6 +102,20 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
     torch.ops.ddp_compile.average_into(x, total, copy, count)
 
 
+def add_rows(rows: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    """``out = (rows[0] + rows[1] + ...) * scale``, in this order, in float32 (float64 for float64), rounded once.
+
+    Args:
+        rows: Contiguous tensor of shape (rows, n), of any floating dtype: one row from each rank.
+        out: Contiguous tensor of shape (n,), of the same dtype and device, in other memory.
+        scale: Factor for every sum.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices differ, there is no row, or ``out`` overlaps ``rows``.
+    """
+    torch.ops.ddp_compile.add_rows(rows, out, scale)
+
+
 def _flatten(tensors: Sequence[Tensor], flat: Tensor, scale: float, offsets: Sequence[int] | None) -> None:
     FlattenPlan(tensors, flat, offsets).flatten(tensors, scale)
 
@@ -144,6 +158,11 @@ def _register() -> None:
             "average_into(Tensor(a!) x, Tensor total, Tensor copy, float count) -> ()",
             codec.average_into,
             codec.check_average,
+        ),
+        (
+            "add_rows(Tensor rows, Tensor(a!) out, float scale) -> ()",
+            codec.add_rows,
+            lambda rows, out, _: codec.check_rows_to_add(rows, out),
         ),
     ):
         name = schema.partition("(")[0]

@@ -143,6 +143,8 @@ ALGORITHMS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
     for name, algorithm in {
         "bfloat16": GradientAllReduce(wire_dtype=torch.bfloat16),
         "float16": GradientAllReduce(wire_dtype=torch.float16),
+        "bfloat16-sums": GradientAllReduce(wire_dtype=torch.bfloat16, sum_dtype=torch.float32),
+        "reproducible": GradientAllReduce(reproducible=True),
         "byte-grad": ByteGrad(),
         "decentralized": Decentralized(),
         "shift-one": Decentralized(peer_selection="shift_one"),

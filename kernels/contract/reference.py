@@ -84,6 +84,15 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
         x.copy_(x.to(wide) + (total.to(wide) / _on(x, count, wide) - copy.to(wide)))
 
 
+def add_rows(rows: Tensor, out: Tensor, scale: float) -> None:
+    """See `ddp_compile.kernels.add_rows`."""
+    with torch.no_grad():
+        total = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+        for row in rows[1:]:
+            total += row
+        out.copy_(total.mul_(scale))
+
+
 def _on(tensor: Tensor, number: float, dtype: torch.dtype = torch.float64) -> Tensor:
     """A number as a tensor, filled on the device. With a copy, the host would wait."""
     return torch.full((), number, dtype=dtype, device=tensor.device)

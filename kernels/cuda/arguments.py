@@ -46,6 +46,18 @@ class AverageArguments(ctypes.Structure):
     )
 
 
+class AddRowsArguments(ctypes.Structure):
+    """Of sum.cuh."""
+
+    _fields_ = (
+        ("rows", _ADDRESS),
+        ("out", _ADDRESS),
+        ("numel", _SIZE),
+        ("num_rows", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+    )
+
+
 class CodecArguments(ctypes.Structure):
     """Of codec.cuh."""
 

@@ -5,6 +5,8 @@ All of them run on torch's current stream of the tensors' device.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from ddp_compile.kernels.cuda.arguments import (
     BLOCK_THREADS,
     BLOCKS_PER_MULTIPROCESSOR,
     NO_CHUNK,
+    AddRowsArguments,
     Arguments,
     AverageArguments,
     CodecArguments,
@@ -48,12 +51,23 @@ def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False)
 
 def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
     """See `ddp_compile.kernels.average_into`."""
-    device = kernel_device(x.device)
-    num_packets = -(-x.numel() * x.element_size() // 16)
+    arguments = AverageArguments(x.data_ptr(), total.data_ptr(), copy.data_ptr(), x.numel(), count)
+    _launch_over(x, f"average_{FORMAT_OF[x.dtype]}", arguments)
+
+
+def add_rows(rows: Tensor, out: Tensor, scale: float) -> None:
+    """See `ddp_compile.kernels.add_rows`."""
+    arguments = AddRowsArguments(rows.data_ptr(), out.data_ptr(), out.numel(), len(rows), scale)
+    _launch_over(out, f"add_rows_{FORMAT_OF[out.dtype]}", arguments)
+
+
+def _launch_over(written: Tensor, kernel: str, arguments: ctypes.Structure) -> None:
+    """Launch as many blocks as there is work for, in packets of 16 bytes that are written."""
+    device = kernel_device(written.device)
+    num_packets = -(-written.numel() * written.element_size() // 16)
     num_blocks = min(-(-num_packets // BLOCK_THREADS), BLOCKS_PER_MULTIPROCESSOR * device.num_multiprocessors)
     if num_blocks:
-        arguments = AverageArguments(x.data_ptr(), total.data_ptr(), copy.data_ptr(), x.numel(), count)
-        device.launch(f"average_{FORMAT_OF[x.dtype]}", num_blocks, Arguments(arguments))
+        device.launch(kernel, num_blocks, Arguments(arguments))
 
 
 def _codec_arguments(values: Tensor, rows: Tensor, device: KernelDevice) -> tuple[Arguments, int]:

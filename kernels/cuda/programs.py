@@ -73,10 +73,15 @@ def _average_program(name: str) -> Program:
     return Program(f"average of {name}", "average.cuh", (f"DDP_COMPILE_AVERAGE({name})",), (f"average_{name}",))
 
 
+def _add_rows_program(name: str) -> Program:
+    return Program(f"sum of rows of {name}", "sum.cuh", (f"DDP_COMPILE_ADD_ROWS({name})",), (f"add_rows_{name}",))
+
+
 PROGRAMS: tuple[Program, ...] = (
     *(_move_program(source, destination) for source in FORMATS.values() for destination in FORMATS.values()),
     *(_codec_program(name) for name in FORMATS.values()),
     *(_average_program(name) for name in FORMATS.values()),
+    *(_add_rows_program(name) for name in FORMATS.values()),
 )
 
 PROGRAM_OF = {kernel: program for program in PROGRAMS for kernel in program.kernels}

@@ -48,3 +48,15 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
         count,
         torch.get_num_threads(),
     )
+
+
+def add_rows(rows: Tensor, out: Tensor, scale: float) -> None:
+    library.load().add_rows(
+        DTYPE_CODES[out.dtype],
+        rows.data_ptr(),
+        len(rows),
+        out.numel(),
+        scale,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "csrc"
 
 # Must equal ddp_compile_interface() of the library.
-INTERFACE = 5
+INTERFACE = 6
 
 # Numbers of formats.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -57,6 +57,7 @@ _WITHOUT_LOCK: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("table_others", _INTS, (_HANDLE,)),
     ("copy", None, (_HANDLE, ctypes.c_void_p, _INT, _INT, ctypes.c_float, _INT)),
     ("average", None, (_INT, *[ctypes.c_void_p] * 3, _INT, ctypes.c_float, _INT)),
+    ("add_rows", None, (_INT, ctypes.c_void_p, _INT, _INT, ctypes.c_float, ctypes.c_void_p, _INT)),
     ("minmax_u8_compress", None, (_INT, ctypes.c_void_p, *[_INT] * 5, ctypes.c_void_p, _INT)),
     ("minmax_u8_decompress", None, (_INT, ctypes.c_void_p, *[_INT] * 5, ctypes.c_void_p, _INT)),
 )

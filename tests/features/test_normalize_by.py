@@ -105,6 +105,7 @@ WAYS = {
     "comm hook": Way(then=lambda model: model.register_comm_hook(None, allreduce_hook)),
     "hierarchical": Way({"algorithm": GradientAllReduce(hierarchical=True)}),
     "float16 wire": Way({"algorithm": GradientAllReduce(wire_dtype=torch.float16)}, tolerance=1e-3),
+    "reproducible": Way({"algorithm": GradientAllReduce(reproducible=True)}),
     "byte_grad": Way({"algorithm": ByteGrad()}, dtype=torch.float32, tolerance=1e-2),
     "sharded": Way(num_micro=2, sharded=True),
     "muon": Way(num_micro=2, optimizers=muon),

@@ -75,3 +75,13 @@ def test_average_bits(dtype: torch.dtype, numel: int, misaligned_by: int) -> Non
     reference.average_into(expected, total.cpu(), copy.cpu(), 3)
     kernels.average_into(x, total, copy, 3)
     assert same_bits(x.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "numel"), [(1, 5), (2, 1003), (8, 60_000)])
+def test_add_rows_bits(dtype: torch.dtype, num_rows: int, numel: int) -> None:
+    rows = values_of(num_rows * numel, dtype).view(num_rows, numel)
+    out, expected = torch.empty_like(rows[0]), torch.empty(numel, dtype=dtype)
+    reference.add_rows(rows.cpu(), expected, 1 / 3)
+    kernels.add_rows(rows, out, 1 / 3)
+    assert same_bits(out.cpu(), expected)

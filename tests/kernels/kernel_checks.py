@@ -71,6 +71,16 @@ def check_average(values: Sequence[Tensor], device: KernelDevice | None = None) 
     assert same_bits(*found)
 
 
+def check_add_rows(rows: Tensor, device: KernelDevice | None = None) -> None:
+    found = []
+    for implementation in ("reference", "native" if device is None else "cuda"):
+        out = torch.full(rows.shape[1:], POISON, dtype=rows.dtype)
+        with using(implementation, device):
+            codec.add_rows(rows, out, 1 / 3)
+        found.append(out)
+    assert same_bits(*found)
+
+
 def _copied(tensor: Tensor) -> Tensor:
     """With the strides and the alignment of the tensor."""
     memory = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype)

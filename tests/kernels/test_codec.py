@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ddp_compile.kernels import average_into, minmax_u8_compress, minmax_u8_decompress
+from ddp_compile.kernels import add_rows, average_into, minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.kernels.contract import reference
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -91,6 +92,32 @@ def test_average_into(dtype: torch.dtype, numel: int) -> None:
     assert torch.equal(x, expected)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_add_rows_in_their_order(dtype: torch.dtype) -> None:
+    rows = torch.randn(7, 333, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = torch.empty(333, dtype=dtype)
+    add_rows(rows, out, 0.7)
+    wide = rows.to(torch.promote_types(dtype, torch.float32))
+    assert torch.equal(out, (functools.reduce(torch.add, wide) * 0.7).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "message"),
+    [
+        (torch.ones(4), torch.ones(4), r"rows have shape \(4,\).*shape \(rows, elements\)"),
+        (torch.ones(0, 4), torch.ones(4), "at least one row"),
+        (torch.ones(2, 3), torch.ones(4), r"out of shape \(4,\)"),
+        (torch.ones(2, 4), torch.ones(4).half(), "rows are of torch.float32 on cpu, out is of torch.float16"),
+        (torch.ones(2, 4).int(), torch.ones(4).int(), "one floating dtype"),
+        (memory := torch.ones(2, 4), memory[1], "out shares memory with rows"),
+    ],
+)
+def test_add_rows_refuses(rows: Tensor, out: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        add_rows(rows, out)
+    assert (out == 1).all()
+
+
 @pytest.mark.parametrize(
     ("values", "num_chunks", "message"),
     [
@@ -164,4 +191,5 @@ def test_reference_copies_nothing_from_host(dtype: torch.dtype, monkeypatch: pyt
         reference.minmax_u8_decompress(rows, x)
         reference.minmax_u8_decompress(rows, x, accumulate=True)
         reference.average_into(x, total, copy, 3)
+        reference.add_rows(x.view(2, 500), total[:500], 0.5)
         reference.scale_into([x, total], [total, copy], 0.5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_emulation import NUM_MULTIPROCESSORS, STREAM, EmulatedDevice
 from in_ci import only
-from kernel_checks import POISON, check_average, check_codec, check_moves, values_of
+from kernel_checks import POISON, check_add_rows, check_average, check_codec, check_moves, values_of
 from kernel_values import DTYPES, using
 
 from ddp_compile.kernels.cuda import arguments, elementwise, programs
@@ -36,6 +36,7 @@ def test_argument_sizes(device: EmulatedDevice) -> None:
     structures = {
         "find_minmax_Float32": arguments.CodecArguments(),
         "average_Float32": arguments.AverageArguments(),
+        "add_rows_Float32": arguments.AddRowsArguments(),
         **{
             programs.move_kernel("Float32", "Float32", len(ones)): arguments.Pack(0, ones, ones).structure
             for ones in numels
@@ -139,3 +140,9 @@ def test_average_bits(
     device: EmulatedDevice, dtype: torch.dtype, numel: int, misaligned_by: tuple[int, int, int]
 ) -> None:
     check_average([values_of(numel, dtype, seed, by) for seed, by in enumerate(misaligned_by)], device)
+
+
+@pytest.mark.parametrize("dtype", only(DTYPES_IN_CI, DTYPES))
+@pytest.mark.parametrize(("num_rows", "numel"), [(1, 5), (2, 1003), (5, 60_000)])
+def test_add_rows_bits(device: EmulatedDevice, dtype: torch.dtype, num_rows: int, numel: int) -> None:
+    check_add_rows(values_of(num_rows * numel, dtype).view(num_rows, numel), device)

@@ -17,7 +17,7 @@ import kernel_values
 import pytest
 import torch
 from in_ci import only
-from kernel_checks import POISON, check_average, check_codec, check_moves, values_of
+from kernel_checks import POISON, check_add_rows, check_average, check_codec, check_moves, values_of
 from kernel_values import DTYPES
 from ptx_interpreter import PtxDriver
 
@@ -104,6 +104,12 @@ def test_codec(device: KernelDevice, dtype: torch.dtype, numel: int, num_chunks:
 @pytest.mark.parametrize("misaligned_by", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
 def test_average(device: KernelDevice, dtype: torch.dtype, misaligned_by: tuple[int, int, int]) -> None:
     check_average([values_of(1003, dtype, seed, by) for seed, by in enumerate(misaligned_by)], device)
+
+
+@pytest.mark.parametrize("dtype", only([BFLOAT16], DTYPES))
+@pytest.mark.parametrize("numel", only([1008], [7, 1008]))
+def test_add_rows(device: KernelDevice, dtype: torch.dtype, numel: int) -> None:
+    check_add_rows(values_of(3 * numel, dtype).view(3, numel), device)
 
 
 @pytest.mark.parametrize(

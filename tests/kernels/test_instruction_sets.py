@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from in_ci import only
-from kernel_checks import check_average, check_codec, check_moves
+from kernel_checks import check_add_rows, check_average, check_codec, check_moves
 from kernel_values import DTYPES, same_bits, values_of
 from torch import Tensor
 
@@ -83,6 +83,7 @@ def test_codec_and_averaging(loops: str, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(numel)
         values = torch.randn(numel, generator=generator).to(dtype)
         check_average([values, values * 3, values * 0.3])
+        check_add_rows(torch.stack([values, values * 3, values * 0.3]))
         exponent, out_dtype = (0, -44, 20, 38)[seed % 4], DTYPES[seed % 3]
         for num_chunks in (1, 3, 9):
             check_codec(values, num_chunks, dtype)

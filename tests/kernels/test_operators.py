@@ -37,6 +37,7 @@ def tensors_and_flat() -> tuple[list[Tensor], Tensor]:
         (OPS.minmax_u8_decompress, (torch.zeros(2, 32, dtype=torch.uint8), torch.randn(33), False)),
         (OPS.minmax_u8_decompress, (torch.zeros(2, 32, dtype=torch.uint8), torch.randn(33), True)),
         (OPS.average_into, (torch.randn(5), torch.randn(5), torch.randn(5), 2.0)),
+        (OPS.add_rows, (torch.randn(3, 5), torch.randn(5), 2.0)),
     ],
     ids=lambda value: str(value) if callable(value) else "",
 )

@@ -360,6 +360,7 @@ PROGRAMS = {
     "PowerSGD hook": as_on_cpu(partial(with_hook, hook=powerSGD_hook.powerSGD_hook, state=power_sgd_state), 1e-4),
     "wire dtype": as_on_cpu(partial(train, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)), 1e-4),
     "hierarchical": averaging(algorithm=GradientAllReduce(hierarchical=True)),
+    "sums at the owner": as_on_cpu(partial(train, algorithm=GradientAllReduce(reproducible=True))),
     "ByteGrad": as_on_cpu(partial(train, algorithm=ByteGrad()), 1e-4),
     "QAdam": as_on_cpu(with_q_adam, 1e-4),
     "decentralized": as_on_cpu(partial(train, algorithm=Decentralized())),

@@ -449,6 +449,7 @@ _ON_NCCL: dict[str, Program] = {
     "bf16 hook": partial(with_comm_hook, name="bf16_compress_hook"),
     "PowerSGD hook": partial(with_comm_hook, name="powerSGD"),
     "wire dtype": partial(with_algorithm, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)),
+    "sums at the owner": partial(with_algorithm, algorithm=GradientAllReduce(reproducible=True)),
     "hierarchical, one node": partial(with_algorithm, algorithm=GradientAllReduce(hierarchical=True), node_of_two=True),
     "hierarchical, two nodes": partial(with_algorithm, algorithm=ByteGrad(hierarchical=True), node_of_two=False),
     "managed replicas": managed_replicas,

@@ -201,7 +201,7 @@ int64_t unless_out_of_memory(const Function& function) {
 }  // namespace
 
 // Changes with every change of a signature below. library.py requires the number that it was written for.
-DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 5; }
+DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 6; }
 
 // The digest of the files in this folder, computed by source_hash.py and passed by setup.py.
 DDP_COMPILE_EXPORT const char* ddp_compile_source_hash() { return DDP_COMPILE_SOURCE_HASH; }
@@ -271,6 +271,16 @@ DDP_COMPILE_EXPORT void ddp_compile_average(int64_t dtype, void* x, const void* 
   in_parallel(count, num_threads, [=](int64_t begin, int64_t end) {
     loops().average(Dtype(dtype), static_cast<char*>(x) + begin * bytes, static_cast<const char*>(sum) + begin * bytes,
                     static_cast<const char*>(copy) + begin * bytes, end - begin, world_size);
+  });
+}
+
+// Rows of `count` elements each, one after another.
+DDP_COMPILE_EXPORT void ddp_compile_add_rows(int64_t dtype, const void* rows, int64_t num_rows, int64_t count,
+                                             float scale, void* out, int64_t num_threads) {
+  const int64_t bytes = element_bytes(Dtype(dtype));
+  in_parallel(count, num_threads, [=](int64_t begin, int64_t end) {
+    loops().add_rows(Dtype(dtype), static_cast<const char*>(rows) + begin * bytes, num_rows, count, end - begin, scale,
+                     static_cast<char*>(out) + begin * bytes);
   });
 }
 

@@ -73,6 +73,34 @@ void average_elements(Dtype dtype, void* x, const void* sum, const void* copy, i
   }
 }
 
+// to[i] = the sum of all rows' values * scale, added up in the order of rows in float, rounded once.
+template <class T>
+void add_rows(const void* rows, int64_t num_rows, int64_t stride, int64_t count, float scale, void* out) {
+  const T* from = static_cast<const T*>(rows);
+  T* to = static_cast<T*>(out);
+  int64_t i = 0;
+#if defined(DDP_COMPILE_VECTORS)
+  for (; i + kLanes <= count; i += kLanes) {
+    f32v total = read_lanes(from + i);
+    for (int64_t row = 1; row < num_rows; ++row) total += read_lanes(from + row * stride + i);
+    write_lanes(to + i, total * scale);
+  }
+#endif
+  for (; i < count; ++i) {
+    float total = read(from + i);
+    for (int64_t row = 1; row < num_rows; ++row) total += read(from + row * stride + i);
+    write(to + i, total * scale);
+  }
+}
+
+void add_rows(Dtype dtype, const void* rows, int64_t num_rows, int64_t stride, int64_t count, float scale, void* to) {
+  switch (dtype) {
+    case kFloat32: return add_rows<Float32>(rows, num_rows, stride, count, scale, to);
+    case kBFloat16: return add_rows<BFloat16>(rows, num_rows, stride, count, scale, to);
+    default: return add_rows<Float16>(rows, num_rows, stride, count, scale, to);
+  }
+}
+
 // The smallest and largest of at least one value. Both are NaN if a value is infinite or NaN.
 template <class T>
 void find_extremes(const T* from, int64_t count, Extremes* found) {
@@ -197,4 +225,4 @@ void decode(
   }
 }
 
-const Loops kLoops = {scale_elements, average_elements, find_extremes, encode, decode};
+const Loops kLoops = {scale_elements, average_elements, add_rows, find_extremes, encode, decode};

@@ -16,6 +16,8 @@ struct Loops {
   // destination[i] = source[i] * scale; streaming bypasses the caches.
   void (*scale)(Dtype from, Dtype to, const void* source, void* destination, int64_t count, float scale, bool streaming);
   void (*average)(Dtype dtype, void* x, const void* sum, const void* copy, int64_t count, float world_size);
+  // to[i] = (row 0's value + row 1's + ...) * scale; rows begin stride elements after each other.
+  void (*add_rows)(Dtype dtype, const void* rows, int64_t num_rows, int64_t stride, int64_t count, float scale, void* to);
   void (*find_extremes)(Dtype dtype, const void* from, int64_t count, Extremes* found);
   void (*encode)(Dtype dtype, const void* from, int64_t count, const Extremes& extremes, uint8_t* codes);
   // to[i] = value of codes[i], or to[i] += value of codes[i].
