@@ -4,7 +4,7 @@
 PYTHON ?= python3
 ARGS ?=
 TORCH ?=
-JOBS ?= 2
+JOBS ?= 3
 CASES ?= 5000
 STEPS ?= 20000
 # Expanded when training starts, which is after the installation.
