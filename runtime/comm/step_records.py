@@ -282,7 +282,8 @@ class StepRecords(NoRecords):
                 transfer.ready, transfer.launched = read(transfer.ready), read(transfer.launched)
                 transfer.launch_returned = read(transfer.launch_returned)
                 transfer.waited_from, transfer.waited_until = read(transfer.waited_from), read(transfer.waited_until)
-                done = [read(mark) for mark in transfer.done]
+                # One that a callback has recorded after the wait may still be ahead of the device.
+                done = [read(mark) for mark in transfer.done if self._clock.has_passed(mark, wait=False)]
                 ends = [max(done)] if len(done) == transfer.num_works else []
                 if transfer.num_works is not None and transfer.waited_until is not None:
                     ends = [min([*ends, transfer.waited_until])]  # a callback may run when the wait is over

@@ -109,6 +109,16 @@ def test_host_does_not_wait_for_events(device: SlowDevice) -> None:
     assert abs(records.steps[0].began - time.monotonic_ns()) < 60e9
 
 
+def test_end_of_a_transfer_that_its_stream_has_not_come_to(device: SlowDevice) -> None:
+    """The event of its end is on another stream than that of the step, which has waited for the transfer too."""
+    records, begin = records_of(blocks_host=False), device.num_recorded
+    late, has_passed = begin + 6, device.has_passed  # after began, backward_began, ready, launched, launch_returned
+    device.has_passed = lambda event, wait: has_passed(event, wait) and event != late  # type: ignore[method-assign]
+    run_step(records, PLAN, Work())
+    ((step,), (transfer,)) = (records.read_all(), records.steps[0].transfers)
+    assert transfer.done == [transfer.waited_until] and transfer.waited_until < step.ended
+
+
 def test_waits_that_block_the_host(device: SlowDevice) -> None:
     records, work = records_of(blocks_host=True), Work()
     run_step(records, PLAN, work)
