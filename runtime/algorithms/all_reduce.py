@@ -91,7 +91,7 @@ class SumAtOwner(CollectiveChain):
         self.name = f"gradient all-reduce{wire} with sums at the owner"
         self._wire_dtype = wire_dtype
         self._factor = 1.0 if wire_dtype is None else 2.0 ** math.floor(math.log2(process_group.size()))
-        self._unreserved: list[tuple[Bucket, int]] = []  # buckets of this iteration whose values had to be copied
+        self._unreserved: dict[Bucket, int] = {}  # buckets whose values had to be copied, and the elements they need
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
         flat, size, rank = bucket.flat, self.process_group.size(), self.process_group.rank()
@@ -107,7 +107,7 @@ class SumAtOwner(CollectiveChain):
 
     def after_backward(self) -> None:
         """Let the buckets lie in memory for whole units from the next iteration on, which then needs no copy."""
-        for bucket, numel in self._unreserved:
+        for bucket, numel in self._unreserved.items():
             bucket.reserve(numel)
         self._unreserved.clear()
 
@@ -120,7 +120,7 @@ class SumAtOwner(CollectiveChain):
         if dtype == flat.dtype:
             if flat.untyped_storage().nbytes() >= numel * flat.element_size():
                 return flat.as_strided((numel,), (1,))
-            self._unreserved.append((bucket, numel))
+            self._unreserved[bucket] = numel
         wire = flat.new_empty(numel, dtype=dtype)
         wire[flat.numel() :].zero_()
         flatten_scale([flat], wire[: flat.numel()], self._factor)

@@ -112,6 +112,10 @@ class Hierarchical(CollectiveChain):
             self._between.process_group = nodes.leaders
             self.num_collectives += self._between.num_collectives
 
+    def after_backward(self) -> None:
+        """See `CommAlgorithm.after_backward`."""
+        self._between.after_backward()
+
     @property
     def _sends_between(self) -> bool:
         return self._nodes.leaders is not None and self._nodes.leaders.size() > 1

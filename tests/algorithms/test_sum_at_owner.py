@@ -95,15 +95,18 @@ def test_error_is_that_of_two_roundings(world_size: int) -> None:
     assert errors[0] < errors[1] or world_size == 2
 
 
+@pytest.mark.parametrize("wire_dtype", [BFLOAT16, None])
 @on_ranks(4)
-def test_hierarchical() -> None:
+def test_hierarchical(wire_dtype: torch.dtype | None) -> None:
     plain = seeded(lambda: nn.Linear(33, 5))
     with pytest.MonkeyPatch.context() as monkeypatch:
         tell_nodes(monkeypatch, [2, 2])
-        algorithm = GradientAllReduce(wire_dtype=BFLOAT16, sum_dtype=FLOAT32, hierarchical=True)
+        algorithm = GradientAllReduce(wire_dtype=wire_dtype, sum_dtype=FLOAT32, hierarchical=True)
         model = ddp_compile(copy.deepcopy(plain), algorithm=algorithm, backend="eager")
-    for each in (plain, model):
-        loss_of(each(own_batch(0, 33, 6))).backward()
+    for step in range(3):  # from the second one on, without a copy if gradients travel in their own dtype
+        for each in (plain, model):
+            each.zero_grad()
+            loss_of(each(own_batch(step, 33, 6))).backward()
     reduced = model.weight.grad.flatten()
     assert relative_difference(reduced, of_all_ranks(plain.weight.grad.flatten()).mean(0)) < 5e-3
     assert (of_all_ranks(reduced) == reduced).all()
