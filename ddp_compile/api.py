@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_compile.algorithms import AlgorithmConfig, GradientAllReduce, check_algorithm
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import (
+    CheckReplicas,
     EvaluationMode,
     RegionClasses,
     ReplicateConfig,
@@ -62,6 +63,7 @@ def ddp_compile(
     options: Mapping[str, Any] | None = None,
     compile_evaluation: EvaluationMode = "auto",
     regions: RegionClasses | None = None,
+    check_replicas: CheckReplicas = "raise",
     **unknown: Never,
 ) -> ModuleT:
     """Make ``module`` train data-parallel and compiled, in place.
@@ -125,6 +127,11 @@ def ddp_compile(
             much less time. "auto": children of a ModuleList, Sequential or ModuleDict that have submodules, if two or
             more are of one class. Or a list of module classes. Everything outside regions runs eagerly. Buckets begin
             and end at the boundaries of regions.
+        check_replicas: In iterations 1, 2, 4, 8, ... and every 128th, compare the bits of the reduced parameters of all
+            ranks. If they differ: "raise" an error on every rank that names ranks and parameters; or "repair", for
+            three ranks or more: the next forward broadcasts the parameters that most ranks have, and logs it. False
+            compares nothing. Not compared where ranks may differ on purpose: with averages of parameters, with comm
+            hooks, inside ``Join``, and after steps with gradients from ``no_sync``.
         **unknown: Refused. For an argument of DistributedDataParallel, the error says what to do.
 
     Returns:
@@ -175,6 +182,7 @@ def ddp_compile(
         compile_evaluation=compile_evaluation,
         regions=regions,
         bucket_plan=bucket_plan,
+        check_replicas=check_replicas,
     )
     if find_unused_parameters and static_graph:
         warnings.warn(
@@ -190,6 +198,11 @@ def ddp_compile(
         )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
     group = resolve_process_group(process_group, device_mesh)
+    if check_replicas == "repair" and group.size() == 2:
+        raise ValueError(
+            f"{this_rank()}: check_replicas='repair' needs a majority of ranks, which has the right parameters, and the"
+            " process group has 2 ranks; pass 'raise'"
+        )
     check_devices(module, config, group)
     warn_of_newer_torch(group.rank())
     replicate(module, group, config, algorithm, compile_settings)

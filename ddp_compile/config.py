@@ -18,6 +18,8 @@ SplitMode = Literal["auto", "forward", "backward", "none"]
 EvaluationMode = Literal["auto", True, False]
 #: "auto", or classes of modules.
 RegionClasses = Literal["auto"] | Sequence[type[Module]]
+#: What to do about parameters that differ between the ranks; False to compare none.
+CheckReplicas = Literal["raise", "repair", False]
 
 _MIB = 1024 * 1024
 
@@ -129,6 +131,7 @@ class ReplicateConfig:
     compile_evaluation: EvaluationMode = "auto"
     regions: RegionClasses | None = None
     bucket_plan: str | os.PathLike[str] | None = None
+    check_replicas: CheckReplicas = "raise"
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):
@@ -138,6 +141,8 @@ class ReplicateConfig:
             raise ValueError(f"compile_evaluation={self.compile_evaluation!r} is not known; pass True, False or 'auto'")
         if self.regions is not None:
             _check_regions(self.regions)
+        if self.check_replicas is not False and self.check_replicas not in ("raise", "repair"):
+            raise ValueError(f"check_replicas={self.check_replicas!r} is not known; pass 'raise', 'repair' or False")
         for each in fields(self):
             if each.type == "bool" and not isinstance(value := getattr(self, each.name), bool):
                 raise ValueError(f"{each.name}={value!r} is neither True nor False; pass one of them")

@@ -132,6 +132,9 @@ class Step:
         records, algorithm = self._queue.records, self._queue.algorithm
         records.forward_begins()
         self.normalizer.forward_begins()
+        if synchronize:
+            with Exchange("broadcast of the parameters that most ranks have", self._monitor, records=records):
+                self._monitor.replicas.repair(self.parameters, self._set.process_group)
         with Exchange(None, self._monitor, records=records):
             if algorithm.step_watch is not None:
                 algorithm.step_watch.forward_begins(synchronize)
@@ -244,6 +247,8 @@ class Step:
             self.normalizer.gradients_arrive(lambda: self._hold_values(without=() if is_computed else arriving))
         if not self._set.buckets:
             self._seal()
+        if before is State.ARMED:
+            self._add_up_parameters()
         self._norm.backward_begins()
         self.normalizer.backward_begins(self._set.iteration.is_shadow)
 
@@ -254,6 +259,14 @@ class Step:
         plan, (_, is_any_counting, is_any_not_counting) = self._set.seal(self._queue.algorithm.name, own)
         self.normalizer.agree(is_any_counting, is_any_not_counting)
         self._on_plan_sealed(plan)
+
+    def _add_up_parameters(self) -> None:
+        """For Note [Replicas], unless parameters may differ between the ranks on purpose."""
+        algorithm, monitor = self._queue.algorithm, self._monitor
+        are_equal = algorithm.traits.has_equal_replicas and not monitor.is_paused and not self._local_steps.num_found
+        if are_equal and monitor.replicas.are_compared_in(self._set.iteration.number):
+            algorithm.sharding.await_parameters()
+            monitor.replicas.add_up([dict(zip(b.names, b.parameters, strict=True)) for b in self._set.buckets])
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a ``.grad``, or a gradient in shards."""

@@ -81,7 +81,7 @@ class ReplicateState:
         gradients = describe_gradients(module, self.reduced)
         saved = load_for(config.bucket_plan, gradients)
         self._agree(module, algorithm, in_backward, regions, saved)
-        self.monitor = DesyncMonitor(process_group, self.device, self.model)
+        self.monitor = DesyncMonitor(process_group, self.device, self.model, config.check_replicas)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )

@@ -139,8 +139,8 @@ class CommHook(CommAlgorithm):
     """
 
     # A hook divides, may look at the whole buffer, and is called at world size 1 too. If it may keep state, it must not
-    # be called again for a bucket in the same iteration.
-    traits = Traits(prescale=False, layout="ddp", replayable=False, on_one_rank=True)
+    # be called again for a bucket in the same iteration. It may also return another result on each rank.
+    traits = Traits(prescale=False, layout="ddp", replayable=False, on_one_rank=True, equal_gradients=False)
 
     def __init__(self, function: Callable[..., Any], state: object, process_group: dist.ProcessGroup) -> None:
         self._function_name = _name_of(function)

@@ -79,6 +79,11 @@ class Bucket:
         elif self.iteration.computed is not None:
             self.was_launched_early = True
 
+    @property
+    def names(self) -> list[str]:
+        """The fully qualified names of its parameters."""
+        return [gradient.fqn for gradient in self.spec.gradients]
+
     # Gradients arrive.
 
     @property
@@ -364,5 +369,4 @@ class Bucket:
 
     def describe(self) -> str:
         """The bucket for an error message: its number, size and the ends of its list of parameters."""
-        names = shorten_names([gradient.fqn for gradient in self.spec.gradients])
-        return f"bucket {self.spec.index} ({self.spec.num_bytes} bytes: {names})"
+        return f"bucket {self.spec.index} ({self.spec.num_bytes} bytes: {shorten_names(self.names)})"

@@ -56,6 +56,8 @@ class Traits:
             such as buffers, may be sent between them in an iteration.
         beyond_group: Gradients are also reduced with ranks outside of the process group. Those take no part in
             anything else that the group's ranks exchange in an iteration, so features that need that are refused.
+        equal_gradients: Gradients have the same bits on every rank, so parameters keep theirs, and ``check_replicas``
+            compares them. Never if parameters are communicated, or with ``beyond_group``.
 
     Raises:
         ValueError: A trait has an unknown value, or two contradict each other.
@@ -72,6 +74,12 @@ class Traits:
     takes_shadows: bool = True
     in_step: bool = True
     beyond_group: bool = False
+    equal_gradients: bool = True
+
+    @property
+    def has_equal_replicas(self) -> bool:
+        """Whether parameters have the same bits on every rank before each synchronized forward."""
+        return self.equal_gradients and self.payload == "gradients" and not self.beyond_group
 
     def __post_init__(self) -> None:
         for name, allowed in (("payload", get_args(Payload)), ("layout", get_args(Layout))):

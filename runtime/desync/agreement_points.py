@@ -16,24 +16,23 @@ accumulate, so nothing is missed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import format_ranks, this_rank
+from ddp_compile.config import CheckReplicas
+from ddp_compile.errors import this_rank
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.desync.comparison import Comparison
 from ddp_compile.runtime.desync.fingerprint import ORDER_WAY_OUT, Fingerprint, ModelFingerprint, describe_differences
-from ddp_compile.runtime.desync.gathering import Gathering
-from ddp_compile.runtime.desync.group_store import ANSWER_LIMIT_S, StoreLostError
+from ddp_compile.runtime.desync.group_store import StoreLostError
 from ddp_compile.runtime.desync.model_order import ModelOrder
+from ddp_compile.runtime.desync.replicas import Replicas
 
 log = logging.getLogger(__name__)
-
-#: Comparing ends after this many agreement points at which some rank did not answer.
-_MOST_UNANSWERED = 3
 
 
 class AgreementPoints:
@@ -44,9 +43,18 @@ class AgreementPoints:
         own: The order of this model alone, for iterations that send nothing over that group.
         rank: The global rank of this process.
         ranks: The global ranks of the process group.
+        check_replicas: The argument of ``ddp_compile``.
     """
 
-    def __init__(self, shared: ModelOrder, own: ModelOrder, class_name: str, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        shared: ModelOrder,
+        own: ModelOrder,
+        class_name: str,
+        rank: int,
+        ranks: Sequence[int],
+        check_replicas: CheckReplicas,
+    ) -> None:
         self.iteration_number = 1  #: see `Iteration.number`
         self.begins_after_forward = True  #: whether a synchronized forward has come since the previous iteration
         self.is_paused = False  #: while ranks do different things on purpose
@@ -56,13 +64,12 @@ class AgreementPoints:
         self.model = self._models[shared]  #: this model's name among those that share the process group
         self.model_number = shared.number_of(self.model)  #: its number among them, the same on every rank
         self._shared, self._own = shared, own
-        self._rank = rank
-        self._ranks = ranks
+        self._rank, self._ranks = rank, ranks
         self._backwards_repeated = 0
         self._order, self._mark = shared, 0  # of the latest iteration
         self._digest_of: tuple[BucketPlan, str] | None = None
-        self._added: _Added | None = None  # what this iteration added
-        self._old_counter: str | None = None
+        self._fingerprints = Comparison("fingerprint", rank, ranks)
+        self.replicas = Replicas(check_replicas, own, rank, ranks)
 
     def last_bucket_is_launched(self, plan: BucketPlan, algorithm: str, is_shared: bool) -> None:
         """Before the last bucket of an iteration is launched, tell the other ranks, if this is an agreement point.
@@ -83,7 +90,8 @@ class AgreementPoints:
         order = self._order = self._shared if is_shared else self._own
         fingerprint = order.last_bucket_is_launched(self._models[order], done)
         if fingerprint is not None and not self.is_paused:
-            self._add(order, fingerprint)
+            self._fingerprints.add(order, fingerprint.number, fingerprint.to_json())
+        self.replicas.last_bucket_is_launched(self.iteration_number)
 
     def sends_buffers(self) -> None:
         """Record that this model sends its buffers over the process group that models share."""
@@ -99,18 +107,10 @@ class AgreementPoints:
         Raises:
             RanksDifferError: On every rank, naming the ranks and the difference.
         """
-        if self._added is None:
-            return
-        added, self._added = self._added, None
-        order = added.order
-        try:
-            # A rank that has added to this counter has read this model's previous one, which rank 0 deletes.
-            old_counter, self._old_counter = self._old_counter, added.counter
-            forget = old_counter if self._rank == self._ranks[0] else None
-            if not order.store.has_come_to(added.counter, len(self._ranks), forget):
-                self._compare_fingerprints(added)
-        except StoreLostError as error:
-            self._give_up(order, f"the store of the process group is gone ({error})")
+        difference = self._fingerprints.difference(self.iteration_number, _describe)
+        if difference is not None:
+            raise error_messages.ranks_out_of_step(self.iteration_number, difference)
+        self.replicas.compare()
 
     def iteration_ends(self, next_number: int) -> None:
         """The next launched bucket begins this iteration, which is the same one if nothing was exchanged in it."""
@@ -118,7 +118,8 @@ class AgreementPoints:
             self._backwards_repeated += not self.begins_after_forward
         self.iteration_number = next_number
         self.forwards.iteration_ends()
-        self._added = None
+        self._fingerprints.forget()
+        self.replicas.iteration_ends()
 
     @property
     def awaits_backward(self) -> bool:
@@ -133,77 +134,24 @@ class AgreementPoints:
     def refuse_other_message(self) -> NoReturn:
         """Raise the RanksDifferError of every rank: this iteration's message was paired with an unlike one."""
         self.compare()  # an agreement point has begun the next fingerprint
+        fingerprint = self._order.fingerprint()
+        name, text = f"{fingerprint.number}/again", fingerprint.to_json()
         try:
-            self._compare_fingerprints(_Added.of(self._order, self._order.fingerprint()))
+            difference = self._fingerprints.describe(self._order, name, text, _describe, self.iteration_number)
         except StoreLostError as error:
+            difference = None
             log.warning("%s: the store is gone (%s), so it cannot say which rank sent what", this_rank(), error)
+        if difference is not None:
+            raise error_messages.ranks_out_of_step(self.iteration_number, difference)
         what = (
             "gradients of different models, or of different steps, were averaged with each other. Call every forward,"
             f" backward and optimizer step on every rank. {ORDER_WAY_OUT}"
         )
         raise error_messages.ranks_out_of_step(self.iteration_number, what)
 
-    def _add(self, order: ModelOrder, fingerprint: Fingerprint) -> None:
-        if order.store.lost is not None or order.num_unanswered == _MOST_UNANSWERED:
-            return
-        added = _Added.of(order, fingerprint)
-        try:
-            order.store.add(added.counter, 1)
-            self._added = added
-        except StoreLostError as error:
-            self._give_up(order, f"the store of the process group is gone ({error})")
 
-    def _compare_fingerprints(self, added: _Added) -> None:
-        order, fingerprint, counter = added
-        store, name = order.store, f"{order.prefix}fingerprint/{fingerprint.number}"
-        keys = {rank: f"{name}/{rank}" for rank in self._ranks}
-        store.post(keys[self._rank], fingerprint.to_json())
-
-        def agree() -> bool:  # ranks that see it later post nothing
-            return store.has_come_to(counter, len(keys))
-
-        def describe(found: dict[str, str]) -> str:
-            if len(found) < len(keys):
-                silent = format_ranks(rank for rank, key in keys.items() if key not in found)
-                return "" if agree() else f"silent {silent}"
-            difference = describe_differences({rank: Fingerprint.from_json(found[key]) for rank, key in keys.items()})
-            return "" if difference is None else f"difference {difference}"
-
-        gathering = Gathering(store, name, list(keys.values()))
-        text = gathering.summary(ANSWER_LIMIT_S, lambda found: len(found) == len(keys) or agree(), describe)
-        kind, _, what = ("silent unknown" if text is None else text).partition(" ")
-        if kind == "difference":
-            raise error_messages.ranks_out_of_step(self.iteration_number, what)
-        if kind == "silent":
-            self._count_silence(order, what)
-
-    def _count_silence(self, order: ModelOrder, ranks: str) -> None:
-        order.num_unanswered += 1
-        log.warning(
-            "%s: these ranks posted nothing at the end of iteration %d: %s. Either they are late, or they cannot reach"
-            " the store of the process group; nothing was compared",
-            this_rank(),
-            self.iteration_number,
-            ranks,
-        )
-        if order.num_unanswered == _MOST_UNANSWERED:
-            self._give_up(order, f"some rank did not answer {_MOST_UNANSWERED} times")
-
-    def _give_up(self, order: ModelOrder, why: str) -> None:
-        order.num_unanswered = _MOST_UNANSWERED
-        log.warning("%s: from now on, ranks that get out of step are not noticed: %s", this_rank(), why)
-
-
-class _Added(NamedTuple):
-    """What this rank added to the store in an iteration."""
-
-    order: ModelOrder  #: whose iterations are compared
-    fingerprint: Fingerprint
-    counter: str  #: the key of the counter that it has added to
-
-    @classmethod
-    def of(cls, order: ModelOrder, fingerprint: Fingerprint) -> _Added:
-        return cls(order, fingerprint, f"{order.prefix}agreement/{fingerprint.digest}")
+def _describe(texts: Mapping[int, str]) -> str | None:
+    return describe_differences({rank: Fingerprint.from_json(text) for rank, text in texts.items()})
 
 
 class ForwardsLeftOut:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_compile import torch_internals
+from ddp_compile.config import CheckReplicas
 from ddp_compile.errors import DDPCompileError, RanksDifferError, ReductionError, name_values, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
@@ -43,15 +44,22 @@ class DesyncMonitor(AgreementPoints):
 
     Args:
         device: Device for messages, one that the process group can reach.
+        check_replicas: The argument of ``ddp_compile``.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, class_name: str) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        class_name: str,
+        check_replicas: CheckReplicas = "raise",
+    ) -> None:
         rank, ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
         self._timeout_s = torch_internals.group_timeout(process_group, device).total_seconds()
         # The name separates it from other modules, and from an earlier process group in the same store.
         self._store = GroupStore(process_group, f"ddp_compile/{name_from_rank_0(process_group, device)}/")
         own = ModelOrder(self._store, "own/")
-        super().__init__(order_in(process_group, self._store), own, class_name, rank, ranks)
+        super().__init__(order_in(process_group, self._store), own, class_name, rank, ranks, check_replicas)
         self._statuses = RankStatuses(self._store, rank, ranks)
         self._num_forwards: Counter[str] = Counter()
         self._num_meetings = 0

@@ -65,7 +65,7 @@ def store_of(store: Any, world_size: int = 2) -> GroupStore:
 
 def points_of(store: GroupStore, rank: int, world_size: int = 2) -> AgreementPoints:
     """Of a model that is the only one of its process group."""
-    return AgreementPoints(ModelOrder(store), ModelOrder(store, "own/"), "Linear", rank, range(world_size))
+    return AgreementPoints(ModelOrder(store), ModelOrder(store, "own/"), "Linear", rank, range(world_size), "raise")
 
 
 def run_iteration(points: AgreementPoints, after_forward: bool = True) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from store_ranks import PLAN, on_threads, points_of, run_iteration, store_of
 
 from ddp_compile.errors import RanksDifferError, format_ranks, name_values
-from ddp_compile.runtime.desync import agreement_points, rank_status
+from ddp_compile.runtime.desync import comparison, rank_status
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints, ForwardsLeftOut
 from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint
 from ddp_compile.runtime.desync.group_store import StoreLostError
@@ -135,7 +135,10 @@ def two_models_on_each_rank() -> list[tuple[AgreementPoints, AgreementPoints]]:
     orders = [ModelOrder(store_of(store)) for _ in range(2)]
     owns = [[ModelOrder(order.store, f"own/{model}/") for model in "ab"] for order in orders]
     return [
-        tuple(AgreementPoints(order, own, model, rank, range(2)) for model, own in zip("ab", owns[rank], strict=True))  # type: ignore[misc]
+        tuple(
+            AgreementPoints(order, own, model, rank, range(2), "raise")
+            for model, own in zip("ab", owns[rank], strict=True)
+        )  # type: ignore[misc]
         for rank, order in enumerate(orders)
     ]
 
@@ -189,7 +192,7 @@ def test_backward_that_sends_nothing() -> None:
 
 
 def test_silent_rank_stops_nobody(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(agreement_points, "ANSWER_LIMIT_S", 0.05)
+    monkeypatch.setattr(comparison, "ANSWER_LIMIT_S", 0.05)
     points, _ = two_ranks()
     for _ in range(10):
         run_iteration(points)

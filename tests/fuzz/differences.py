@@ -15,7 +15,6 @@ WIDTH = 8
 EXACT = "exact"
 NAMED = "error on every rank that names it"
 WAITED = "error on the rank that waits, the other one had ended"
-UNNOTICED = "exact mean, of parameters that differ"
 ENDED = "gloo ends the process"
 # and those that may not
 UNNAMED = "error that does not name it"
@@ -86,8 +85,8 @@ KINDS: dict[str, Kind] = {
     "step left out": Kind(WAITED, rf"no_sync|{TABLE}", also=(NAMED,)),
     "fewer batches": Kind(WAITED, TABLE),
     "step inside no_sync": Kind(NAMED, r"no_sync"),
-    "optimizer step left out": Kind(UNNOTICED),
-    "optimizer step twice": Kind(UNNOTICED),
+    "optimizer step left out": Kind(NAMED, r"same bits"),
+    "optimizer step twice": Kind(NAMED, r"same bits"),
     # Its own error is gloo's.
     "collective in between": Kind(ENDED, rf"{TABLE}|gloo", also=(NAMED,)),
     # Two models

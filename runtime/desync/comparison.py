@@ -1,0 +1,131 @@
+"""The ranks compare a text through the store of their process group, without waiting for each other."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from ddp_compile.errors import format_ranks, this_rank
+from ddp_compile.runtime.desync.gathering import Gathering
+from ddp_compile.runtime.desync.group_store import ANSWER_LIMIT_S, StoreLostError
+from ddp_compile.runtime.desync.model_order import ModelOrder
+
+log = logging.getLogger(__name__)
+
+#: Comparing ends after this many agreement points at which some rank did not answer.
+_MOST_UNANSWERED = 3
+
+#: Says how the ranks' texts differ; None if they do not.
+Describe = Callable[[Mapping[int, str]], str | None]
+
+
+class Comparison:
+    """Compares one kind of text, at agreement points; see Note [Agreement points].
+
+    Args:
+        kind: Part of the names of its keys.
+        rank: The global rank of this process.
+        ranks: The global ranks of the process group.
+    """
+
+    def __init__(self, kind: str, rank: int, ranks: Sequence[int]) -> None:
+        self._kind, self._rank, self._ranks = kind, rank, ranks
+        self._added: tuple[ModelOrder, int, str, str] | None = None  # order, number, counter and text
+        self._old_counter: str | None = None
+
+    def add(self, order: ModelOrder, number: int, text: str) -> None:
+        """Before the last bucket of an iteration is launched, add to the counter that a digest of the text names.
+
+        Args:
+            number: That of the iteration in ``order``, the same on every rank.
+        """
+        if order.store.lost is not None or order.num_unanswered == _MOST_UNANSWERED:
+            return
+        counter = f"{order.prefix}{self._kind}/agreement/{number}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        try:
+            order.store.add(counter, 1)
+            self._added = order, number, counter, text
+        except StoreLostError as error:
+            self._give_up(order, f"the store of the process group is gone ({error})")
+
+    def forget(self) -> None:
+        """Compare nothing in this iteration."""
+        self._added = None
+
+    def difference(self, iteration_number: int, describe: Describe) -> str | None:
+        """After the iteration's collectives, how the ranks' texts differ; None if they are equal, or it is unknown.
+
+        Args:
+            iteration_number: For messages.
+            describe: One rank calls it, for all.
+        """
+        if self._added is None:
+            return None
+        (order, number, counter, text), self._added = self._added, None
+        try:
+            # A rank that has added to this counter has read the previous one, which the first rank deletes.
+            old_counter, self._old_counter = self._old_counter, counter
+            forget = old_counter if self._rank == self._ranks[0] else None
+            if order.store.has_come_to(counter, len(self._ranks), forget):
+                return None
+
+            def agree() -> bool:  # ranks that see it later post nothing
+                return order.store.has_come_to(counter, len(self._ranks))
+
+            return self.describe(order, str(number), text, describe, iteration_number, agree)
+        except StoreLostError as error:
+            self._give_up(order, f"the store of the process group is gone ({error})")
+            return None
+
+    def describe(
+        self,
+        order: ModelOrder,
+        name: str,
+        text: str,
+        describe: Describe,
+        iteration_number: int,
+        agree: Callable[[], bool] = lambda: False,
+    ) -> str | None:
+        """Post a text, and return what one rank says about those of all ranks; None if some rank posts none.
+
+        Args:
+            name: Part of the names of the keys; the same on every rank.
+            agree: Whether it has turned out that all texts are equal.
+
+        Raises:
+            StoreLostError: The store is gone.
+        """
+        prefix = f"{order.prefix}{self._kind}/{name}"
+        keys = {rank: f"{prefix}/{rank}" for rank in self._ranks}
+        order.store.post(keys[self._rank], text)
+
+        def summarize(found: dict[str, str]) -> str:
+            if len(found) < len(keys):
+                silent = format_ranks(rank for rank, key in keys.items() if key not in found)
+                return "" if agree() else f"silent {silent}"
+            difference = describe({rank: found[key] for rank, key in keys.items()})
+            return "" if difference is None else f"difference {difference}"
+
+        gathering = Gathering(order.store, prefix, list(keys.values()))
+        said = gathering.summary(ANSWER_LIMIT_S, lambda found: len(found) == len(keys) or agree(), summarize)
+        kind, _, what = ("silent unknown" if said is None else said).partition(" ")
+        if kind == "silent":
+            self._count_silence(order, what, iteration_number)
+        return what if kind == "difference" else None
+
+    def _count_silence(self, order: ModelOrder, ranks: str, iteration_number: int) -> None:
+        order.num_unanswered += 1
+        log.warning(
+            "%s: these ranks posted nothing at the end of iteration %d: %s. Either they are late, or they cannot reach"
+            " the store of the process group; nothing was compared",
+            this_rank(),
+            iteration_number,
+            ranks,
+        )
+        if order.num_unanswered == _MOST_UNANSWERED:
+            self._give_up(order, f"some rank did not answer {_MOST_UNANSWERED} times")
+
+    def _give_up(self, order: ModelOrder, why: str) -> None:
+        order.num_unanswered = _MOST_UNANSWERED
+        log.warning("%s: from now on, ranks that get out of step are not noticed: %s", this_rank(), why)

@@ -1,0 +1,211 @@
+"""At agreement points, the ranks compare the bits of their parameters.
+
+Note [Replicas]
+Every rank steps by the same bits of gradients, so parameters keep the same bits on every rank. A flipped bit of memory,
+a write on one rank or a step that one rank leaves out ends that without a word: gradients are still averaged, but those
+of different parameters. So at the agreement points of this model, each rank adds up the bits of the parameters of each
+bucket as integers of 64 bits, and the ranks compare the sums as they compare fingerprints. A sum depends neither on the
+order in which a device adds nor on memory layout. If one value of a bucket differs, so does the sum. If several do,
+their differences would have to cancel modulo 2**64.
+
+The sums are started when the backward begins, and read before the last bucket is launched. Where there are streams, the
+host thus waits for the forward alone, and the device goes on with the backward. Nothing writes parameters in between.
+
+If sums differ, the ranks post them, and then those of each parameter in the first bucket that differs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_compile import torch_internals
+from ddp_compile.config import CheckReplicas
+from ddp_compile.errors import RanksDifferError, format_ranks, on_ranks, shorten_names, this_rank
+from ddp_compile.runtime.comm import streams
+from ddp_compile.runtime.comm.collectives import broadcast_all
+from ddp_compile.runtime.desync.comparison import Comparison
+from ddp_compile.runtime.desync.group_store import StoreLostError
+from ddp_compile.runtime.desync.model_order import ModelOrder, is_agreement_point
+
+log = logging.getLogger(__name__)
+
+# Smaller tensors of one dtype are first copied together, since starting an operator costs more than reading them.
+_SMALL_BYTES = 256 * 1024
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Replicas:
+    """Compares the parameters of one model at its agreement points; see Note [Replicas].
+
+    Args:
+        check: The argument ``check_replicas`` of ``ddp_compile``.
+        order: That of this model alone.
+        rank: The global rank of this process.
+        ranks: The global ranks of the process group.
+    """
+
+    def __init__(self, check: CheckReplicas, order: ModelOrder, rank: int, ranks: Sequence[int]) -> None:
+        self._check, self._order, self._ranks = check, order, tuple(ranks)
+        self._comparison = Comparison("replicas", rank, ranks)
+        self._sums: _Sums | None = None  # of the iteration under way
+        self._buckets: Sequence[Mapping[str, Tensor]] = ()
+        self._number = 0  # of the iteration whose sums are compared
+        self._is_due = False  # until they have been
+        self._source: int | None = None  # the global rank from which the next forward broadcasts
+        self._has_repaired = False  # at the last agreement point
+
+    def are_compared_in(self, iteration_number: int) -> bool:
+        """Whether `add_up` has to be called when the backward of an iteration begins."""
+        return bool(self._check) and len(self._ranks) > 1 and is_agreement_point(iteration_number)
+
+    def add_up(self, buckets: Sequence[Mapping[str, Tensor]]) -> None:
+        """Start adding up the parameters of each bucket, given by name. They are complete, and on one device."""
+        self._buckets = buckets
+        self._sums = _Sums([list(bucket.values()) for bucket in buckets])
+
+    def last_bucket_is_launched(self, iteration_number: int) -> None:
+        """Before the last bucket of the iteration is launched, tell the other ranks the sums, if there are any."""
+        if self._sums is not None:
+            self._number, self._is_due = iteration_number, True
+            self._comparison.add(self._order, iteration_number, self._sums.text())
+            self._sums = None
+
+    def compare(self) -> None:
+        """After the iteration's collectives, compare the sums.
+
+        Raises:
+            RanksDifferError: On every rank, if they differ, unless the next forward is to repair it.
+        """
+        if not self._is_due:
+            return
+        self._is_due = False
+        said = self._comparison.difference(self._number, self._first_difference)
+        if said is None:
+            self._has_repaired = False
+            return
+        bucket, source, who = said.split(" ", 2)
+        names = self._names_that_differ(int(bucket))
+        what = (
+            f"{this_rank()}: at iteration {self._number} the parameters of bucket {bucket} ({names}) do not have the"
+            f" same bits on every rank: {who}"
+        )
+        if self._check != "repair" or source == "none" or self._has_repaired:
+            raise RanksDifferError(f"{what}. {self._way_out(source)}")
+        self._source = int(source)
+        log.warning("%s. The next forward broadcasts all reduced parameters from rank %s", what, source)
+
+    def iteration_ends(self) -> None:
+        """The iteration is over, in whatever way."""
+        self._sums, self._is_due = None, False
+        self._comparison.forget()
+
+    def repair(self, parameters: Sequence[Tensor], process_group: dist.ProcessGroup) -> None:
+        """When a synchronized forward begins, make the parameters equal, if the last iteration has shown a difference.
+
+        Raises:
+            RuntimeError: Another rank did not come.
+        """
+        if self._source is not None:
+            source, self._source = self._source, None
+            broadcast_all(parameters, process_group, self._ranks.index(source))
+            self._has_repaired = True
+
+    def _first_difference(self, texts: Mapping[int, str]) -> str | None:
+        """The first bucket that differs, the first rank of the majority or "none", and who differs."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, text in texts.items():
+            ranks_of.setdefault(text, []).append(rank)
+        if len(ranks_of) == 1:
+            return None
+        by_bucket = zip(*(text.split() for text in ranks_of), strict=True)
+        bucket = next(i for i, sums in enumerate(by_bucket) if len(set(sums)) > 1)
+        most = max(ranks_of.values(), key=len)
+        if 2 * len(most) > len(texts):
+            others = sorted(set(texts) - set(most))
+            return f"{bucket} {most[0]} those {on_ranks(others)} differ from those {on_ranks(most)}"
+        groups = " and ".join(format_ranks(ranks) for ranks in list(ranks_of.values())[:8])
+        return f"{bucket} none ranks {groups} differ, and none of these is a majority"
+
+    def _names_that_differ(self, bucket: int) -> str:
+        """The first parameters of a bucket that differ; all of the bucket if the ranks' answers do not come."""
+        names = list(self._buckets[bucket])
+        sums = _Sums([[parameter] for parameter in self._buckets[bucket].values()]).text()
+
+        def describe(texts: Mapping[int, str]) -> str:
+            by_parameter = zip(*(text.split() for text in texts.values()), strict=True)
+            return " ".join(str(i) for i, found in enumerate(by_parameter) if len(set(found)) > 1)
+
+        try:
+            name = f"{self._number}/bucket/{bucket}"
+            said = self._comparison.describe(self._order, name, sums, describe, self._number)
+        except StoreLostError:
+            said = None
+        return shorten_names([names[int(i)] for i in said.split()] if said else names)
+
+    def _way_out(self, source: str) -> str:
+        if self._has_repaired and self._check == "repair":
+            return (
+                "They were made equal at the agreement point before, so their optimizer's states differ, or code writes"
+                " them on some ranks only: start again from a checkpoint, and look for that code"
+            )
+        repair = "" if source == "none" else ", or let check_replicas='repair' broadcast those of the majority"
+        return (
+            "A bit has flipped, or some ranks alone have written them or left out a step, since the previous agreement"
+            f" point: start again from a checkpoint of before{repair}. If they differ on purpose, pass"
+            " check_replicas=False"
+        )
+
+
+class _Sums:
+    """The sum of the bits of each of some lists of tensors, which is being computed.
+
+    Args:
+        lists: Tensors of any dtype on one device; those of DTensors are this rank's parts.
+    """
+
+    def __init__(self, lists: Sequence[Sequence[Tensor]]) -> None:
+        with torch.no_grad(), torch_internals.outside_transforms():
+            parts = [sums_of_bits(torch_internals.local_tensors(tensors)) for tensors in lists]
+            self._lengths = [len(part) for part in parts]
+            flat = torch.stack([each for part in parts for each in part])
+            self._on_host = flat.to("cpu", non_blocking=True)
+            self._copied = streams.record(flat.device)
+
+    def text(self) -> str:
+        """Sixteen hex digits for each list; the host waits until they are known."""
+        self._copied.synchronize()
+        values = iter(self._on_host.tolist())
+        return " ".join(f"{sum(next(values) for _ in range(n)) % 2**64:016x}" for n in self._lengths)
+
+
+def sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Sums of the bits of tensors as integers of 64 bits, in index order; what is left at an end, as smaller ones.
+
+    Returns:
+        int64 tensors of shape (). Their sum modulo 2**64 changes if one value does.
+    """
+    small: dict[torch.dtype, list[Tensor]] = {}
+    sums = []
+    for tensor in tensors:
+        if tensor.nbytes < _SMALL_BYTES or not tensor.is_contiguous() or tensor.data_ptr() % 8:
+            small.setdefault(tensor.dtype, []).append(tensor)
+        else:
+            sums += _sums_of_flat(tensor.detach().view(-1))
+    for of_dtype in small.values():
+        sums += _sums_of_flat(torch.cat([tensor.detach().reshape(-1) for tensor in of_dtype]))
+    return sums
+
+
+def _sums_of_flat(flat: Tensor) -> list[Tensor]:
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    of_one = flat.view(_INTEGERS[flat.element_size()])
+    in_64_bits = 8 // flat.element_size()
+    end = flat.numel() // in_64_bits * in_64_bits
+    sums = [of_one[:end].view(torch.int64).sum()]
+    return sums if end == flat.numel() else [*sums, of_one[end:].sum(dtype=torch.int64)]

@@ -1,0 +1,214 @@
+"""Parameters that differ between the ranks are found at the next agreement point, and most ranks can repair them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_ci import only
+from models import Mlp, loss_of
+from rank_pool import on_ranks
+from torch import Tensor, nn
+
+from ddp_compile import RanksDifferError, ddp_compile
+from ddp_compile.runtime.desync import model_order, replicas
+from ddp_compile.sharded_optimizer import shard_optimizer
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128]
+
+
+def flip_bit(tensor: Tensor, element: int, bit: int) -> None:
+    flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    of_bits = flat.view(INTEGERS[flat.element_size()])
+    place = of_bits.as_strided((of_bits.numel(),), (1,))
+    width = 8 * flat.element_size()
+    place[element % place.numel()] ^= -(2 ** (width - 1)) if bit % width == width - 1 else 2 ** (bit % width)
+
+
+def sum_of(*tensors: Tensor) -> int:
+    return sum(each.item() for each in replicas.sums_of_bits(tensors)) % 2**64  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [1, 7, 64, 300_001])
+def test_every_flipped_bit_changes_the_sum(dtype: torch.dtype, numel: int) -> None:
+    torch.manual_seed(numel)
+    values = torch.randn(numel, dtype=torch.float64).to(dtype)
+    before, rng = sum_of(values), random.Random(numel)
+    for _ in range(100):
+        element, bit = rng.randrange(2 * numel), rng.randrange(128)
+        flip_bit(values, element, bit)
+        assert sum_of(values) != before, (element, bit)
+        flip_bit(values, element, bit)
+    assert sum_of(values) == before
+
+
+def test_sums_do_not_depend_on_layout() -> None:
+    image = torch.randn(3, 5, 300, 301)
+    moved = torch.cat([torch.zeros(1), image.flatten()])[1:].view_as(image)  # begins at 4 bytes
+    assert len({sum_of(each) for each in (image, image.to(memory_format=torch.channels_last), moved)}) == 1
+    assert sum_of(torch.empty(0), image) == sum_of(image)
+
+
+@contextmanager
+def compared_every(num_iterations: int) -> Iterator[None]:
+    with mock.patch.object(model_order, "ITERATIONS_BETWEEN_AGREEMENTS", num_iterations):
+        yield
+
+
+class Training:
+    """A small model that trains on this rank."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        settings = {"bucket_cap_mb": 4e-4, "backend": "eager", **settings}
+        self.model = ddp_compile(Mlp(width=9, num_layers=3), **settings)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.data = torch.Generator().manual_seed(100 + dist.get_rank())
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model(torch.randn(4, 9, generator=self.data))).backward()
+        self.optimizer.step()
+
+    def parameter(self, number: int) -> tuple[str, nn.Parameter]:
+        named = list(self.model.named_parameters())
+        return named[number % len(named)]
+
+    def bytes(self) -> bytes:
+        return b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
+
+
+def flip_on(training: Training, rank: int, rng: random.Random) -> str:
+    name, parameter = training.parameter(rng.randrange(100))
+    element, bit = rng.randrange(10_000), rng.randrange(32)
+    if dist.get_rank() == rank:
+        flip_bit(parameter, element, bit)
+    return name
+
+
+@pytest.mark.parametrize("split", only(["forward"], ["forward", "backward", "none"]))
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_flipped_bits_are_named(split: str, num_flips: int = 1) -> None:
+    for seed in range(num_flips):
+        rng, training = random.Random(seed), Training(split=split)
+        for _ in range(rng.randrange(2, 9)):
+            training.step()
+        rank = rng.randrange(3)
+        name = flip_on(training, rank, rng)
+        with pytest.raises(RanksDifferError) as raised:
+            for _ in range(8):
+                training.step()
+        said = str(raised.value)
+        assert f"({name}) do not have the same bits on every rank: those on rank {rank} differ from those on" in said
+        training.model.unwrap()
+
+
+@on_ranks(2)
+def test_two_ranks_have_no_majority() -> None:
+    with pytest.raises(ValueError, match=r"check_replicas='repair' needs a majority of ranks.* 2 ranks"):
+        Training(check_replicas="repair")
+    training = Training()
+    training.step()
+    name = flip_on(training, 1, random.Random(1))
+    with pytest.raises(RanksDifferError, match=f"\\({name}\\).* ranks 0 and 1 differ, and none of these is a majority"):
+        training.step()
+
+
+def test_other_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="check_replicas='warn' is not known; pass 'raise', 'repair' or False"):
+        ddp_compile(nn.Linear(2, 2), check_replicas="warn")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_flips", only([6], [6, 500]))
+@pytest.mark.parametrize("is_sharded", [False, True])
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_repair(num_flips: int, is_sharded: bool) -> None:
+    rng = random.Random(3)
+    with compared_every(1):
+        training = Training(check_replicas="repair")
+        if is_sharded:
+            training.optimizer = shard_optimizer(training.optimizer, training.model)
+        training.step()
+        for _ in range(num_flips):
+            rank = rng.randrange(3)
+            flip_on(training, rank, rng)
+            messages = messages_of(training.step)
+            assert any(f"those on rank {rank} differ" in message for message in messages), (rank, messages)
+            assert messages_of(training.step) == []
+            found: list[Any] = [None] * 3
+            dist.all_gather_object(found, training.bytes())
+            assert len(set(found)) == 1
+            for parameter in training.model.parameters():  # a flipped exponent may have made an average infinite
+                torch.nan_to_num_(parameter.detach(), 0.0, 1.0, -1.0).clamp_(-1.0, 1.0)
+
+
+def messages_of(function: Callable[[], None]) -> list[str]:
+    with mock.patch.object(replicas.log, "warning") as warned:
+        function()
+    return [call.args[0] % call.args[1:] for call in warned.call_args_list]
+
+
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_states_that_differ_are_not_repaired() -> None:
+    with compared_every(2):
+        training = Training(check_replicas="repair")
+        training.step()
+        training.step()
+        if dist.get_rank() == 2:
+            state = training.optimizer.state[training.parameter(0)[1]]
+            state["exp_avg"] += 1.0
+        with pytest.raises(RanksDifferError, match="at iteration 6 .* made equal at the agreement point before"):
+            for _ in range(8):
+                training.step()
+
+
+def left_out(training: Training) -> None:
+    with training.model.no_sync():
+        training.step()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_replicas_that_differ_on_purpose() -> None:
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    with compared_every(1):
+        unchecked, hooked, local = Training(check_replicas=False), Training(), Training()
+        hooked.model.register_comm_hook(None, hook)
+        if dist.get_rank() == 1:
+            flip_bit(unchecked.parameter(0)[1], 3, 5)
+        left_out(local)
+        for _ in range(3):
+            unchecked.step()
+            hooked.step()
+            local.step()
+            left_out(local)
+
+
+@pytest.mark.parametrize("stepped", [0, 2])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_steps_left_out_and_repeated(stepped: int) -> None:
+    training = Training()
+    training.step()
+    if dist.get_rank() == 1:
+        for _ in range(stepped):
+            training.optimizer.step()
+    else:
+        training.optimizer.step()
+    with pytest.raises(RanksDifferError, match="at iteration 2 the parameters of bucket 0 "):
+        training.step()
