@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +64,7 @@ def ddp_compile(
     options: Mapping[str, Any] | None = None,
     compile_evaluation: EvaluationMode = "auto",
     regions: RegionClasses | None = None,
+    reduce_dtype: torch.dtype | None = None,
     check_replicas: CheckReplicas = "raise",
     **unknown: Never,
 ) -> ModuleT:
@@ -127,6 +129,9 @@ def ddp_compile(
             much less time. "auto": children of a ModuleList, Sequential or ModuleDict that have submodules, if two or
             more are of one class. Or a list of module classes. Everything outside regions runs eagerly. Buckets begin
             and end at the boundaries of regions.
+        reduce_dtype: ``torch.float32``: reduce the gradients of bfloat16 and float16 parameters in float32, from the
+            flatten on. Each mean is rounded once, when it is copied to ``.grad``; a sharded optimizer with master
+            weights gets it in float32. None: reduce in the parameter's dtype. Sparse gradients keep theirs.
         check_replicas: In iterations 1, 2, 4, 8, ... and every 128th, compare the bits of the reduced parameters of all
             ranks. If they differ: "raise" an error on every rank that names ranks and parameters; or "repair", for
             three ranks or more: the next forward broadcasts the parameters that most ranks have, and logs it. False
@@ -182,6 +187,7 @@ def ddp_compile(
         compile_evaluation=compile_evaluation,
         regions=regions,
         bucket_plan=bucket_plan,
+        reduce_dtype=reduce_dtype,
         check_replicas=check_replicas,
     )
     if find_unused_parameters and static_graph:

@@ -132,6 +132,7 @@ class ReplicateConfig:
     regions: RegionClasses | None = None
     bucket_plan: str | os.PathLike[str] | None = None
     check_replicas: CheckReplicas = "raise"
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):
@@ -143,6 +144,11 @@ class ReplicateConfig:
             _check_regions(self.regions)
         if self.check_replicas is not False and self.check_replicas not in ("raise", "repair"):
             raise ValueError(f"check_replicas={self.check_replicas!r} is not known; pass 'raise', 'repair' or False")
+        if self.reduce_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype!r}: pass torch.float32, or None for the dtype of each parameter; to"
+                " send fewer bytes, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)"
+            )
         for each in fields(self):
             if each.type == "bool" and not isinstance(value := getattr(self, each.name), bool):
                 raise ValueError(f"{each.name}={value!r} is neither True nor False; pass one of them")

@@ -78,7 +78,7 @@ class ReplicateState:
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph)
         in_backward = not regions and launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
-        gradients = describe_gradients(module, self.reduced)
+        gradients = describe_gradients(module, self.reduced, config.reduce_dtype)
         saved = load_for(config.bucket_plan, gradients)
         self._agree(module, algorithm, in_backward, regions, saved)
         self.monitor = DesyncMonitor(process_group, self.device, self.model, config.check_replicas)
@@ -163,8 +163,9 @@ class ReplicateState:
         from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend
 
         config, numbers = self.config, {id(p): i for i, p in enumerate(self.reduced.values())}
-        # Gradients that are not sent need not move, and gradients that may be added to must not.
-        moves = config.static_graph and config.gradient_as_bucket_view and self.process_group.size() > 1
+        # Gradients that are not sent or not views need not move, and gradients that may be added to must not.
+        are_views = config.gradient_as_bucket_view and config.reduce_dtype is None
+        moves = config.static_graph and are_views and self.process_group.size() > 1
         self.backend: TrainingBackend = TrainingBackend(
             self.compiler, self.builder, numbers, config.split, in_backward, next_reducer_id(), moves
         )

@@ -9,8 +9,8 @@ from typing import get_args
 
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
 
-#: Dtype and device, and the index of a sparse gradient, which has a bucket to itself.
-Kind = tuple[str, str, int | None]
+#: Dtypes and device, and the index of a sparse gradient, which has a bucket to itself.
+Kind = tuple[str, str | None, str, int | None]
 
 
 def plan_buckets(
@@ -52,7 +52,7 @@ def check_layout(layout: Layout) -> None:
 
 def kind_of(gradient: GradientSpec) -> Kind:
     """Gradients of different kinds never share a bucket."""
-    return gradient.dtype, gradient.device, gradient.index if gradient.is_sparse else None
+    return gradient.dtype, gradient.param_dtype, gradient.device, gradient.index if gradient.is_sparse else None
 
 
 def by_kind(gradients: Iterable[GradientSpec]) -> list[list[GradientSpec]]:

@@ -26,7 +26,7 @@ Layout = Literal["padded", "ddp"]
 #: cache lines for every dtype.
 PADDED_ALIGNMENT_BYTES = 128
 
-_JSON_VERSION = 2
+_JSON_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,11 @@ class GradientSpec:
         index: Position among the parameters that are reduced, in registration order.
         fqn: Fully qualified name of the parameter.
         numel: Number of elements.
-        dtype: Name of the dtype, for example ``"float32"``.
+        dtype: Name of the dtype in which it is reduced, for example ``"float32"``.
         device: Type of the device, for example ``"cuda"``, which is the same on every rank.
         is_sparse: The gradient is a sparse tensor, which cannot share a flat buffer.
         owner: With a sharded optimizer, the rank that steps all of the parameter; None if each rank steps a part.
+        param_dtype: Name of the parameter's dtype if it is another one, see ``reduce_dtype``.
     """
 
     index: int
@@ -50,6 +51,7 @@ class GradientSpec:
     device: str
     is_sparse: bool = False
     owner: int | None = None
+    param_dtype: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -78,6 +80,16 @@ class BucketSpec:
     @property
     def dtype(self) -> str:
         return self.gradients[0].dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the flat buffer."""
+        size: int = getattr(torch, self.dtype).itemsize
+        return size
+
+    @property
+    def param_dtype(self) -> str | None:
+        return self.gradients[0].param_dtype
 
     @property
     def device(self) -> str:
@@ -165,6 +177,7 @@ class BucketPlan:
                 "frame": bucket.frame,
                 "gradients": [[g.index, g.fqn, g.numel, g.owner] for g in bucket.gradients],
                 "layout": bucket.layout,
+                "param_dtype": bucket.param_dtype,
                 "sparse": bucket.is_sparse,
             }
             for bucket in self.buckets
@@ -258,6 +271,7 @@ class _BucketJson:
     frame: int | None
     gradients: tuple[tuple[int, str, int, int | None], ...]
     layout: Layout
+    param_dtype: str | None
     sparse: bool
 
     def to_spec(self, index: int) -> BucketSpec:
@@ -270,7 +284,7 @@ class _BucketJson:
         if self.cap_bytes < 1:
             raise ValueError(f"{where}.cap_bytes is {self.cap_bytes}, not at least 1")
         gradients = tuple(
-            GradientSpec(number, fqn, numel, self.dtype, self.device, self.sparse, owner)
+            GradientSpec(number, fqn, numel, self.dtype, self.device, self.sparse, owner, self.param_dtype)
             for number, fqn, numel, owner in self.gradients
         )
         return BucketSpec(index, gradients, self.cap_bytes, self.frame, self.layout)
@@ -278,7 +292,7 @@ class _BucketJson:
 
 @dataclass(frozen=True, slots=True)
 class _PlanJson:
-    version: Literal[2]  #: `_JSON_VERSION`
+    version: Literal[3]  #: `_JSON_VERSION`
     generation: int
     buckets: tuple[_BucketJson, ...]
 

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.plan.spec import GradientSpec
 
+_HALF = (torch.bfloat16, torch.float16)
 
-def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
-    """The plan's data about each parameter, in registration order."""
-    sparse = with_sparse_gradients(module)
-    return [
-        GradientSpec(i, fqn, torch_internals.local_tensor(p).numel(), _dtype_name(p), p.device.type, id(p) in sparse)
-        for i, (fqn, p) in enumerate(named.items())
-    ]
+
+def describe_gradients(
+    module: nn.Module, named: Mapping[str, nn.Parameter], reduce_dtype: torch.dtype | None
+) -> list[GradientSpec]:
+    """The plan's data about each parameter, in registration order.
+
+    Args:
+        reduce_dtype: The argument of ``ddp_compile``.
+    """
+    sparse, found = with_sparse_gradients(module), []
+    for i, (fqn, p) in enumerate(named.items()):
+        numel, dtype = torch_internals.local_tensor(p).numel(), _name(p.dtype)
+        gradient = GradientSpec(i, fqn, numel, dtype, p.device.type, id(p) in sparse)
+        if reduce_dtype is not None and p.dtype in _HALF and not gradient.is_sparse:
+            gradient = replace(gradient, dtype=_name(reduce_dtype), param_dtype=dtype)
+        found.append(gradient)
+    return found
 
 
 def with_sparse_gradients(module: nn.Module) -> set[int]:
@@ -40,6 +53,8 @@ def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_back
         "find_unused_parameters",
         "skip_all_reduce_unused_params",
         "static_graph",
+        "reduce_dtype",
+        "check_replicas",
     )
     lines = [f"{name}={getattr(config, name)}" for name in settings]
     # After such launches the ranks exchange a message, so this must agree.
@@ -50,7 +65,7 @@ def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_back
             frozen = "" if parameter.requires_grad else " frozen"
             sparse = " with sparse gradient" if id(parameter) in sparse_ids else ""
             on = f"on {parameter.device.type}{_part_here(parameter)}"
-            what = f"{_dtype_name(parameter)}{list(parameter.shape)}{strides} {on}{sparse}{frozen}"
+            what = f"{_name(parameter.dtype)}{list(parameter.shape)}{strides} {on}{sparse}{frozen}"
             lines.append(f"parameter {name}: {what}")
     if config.broadcast_buffers or config.init_sync:
         lines += describe_buffers({name: buffer for name, buffer in module.named_buffers() if name not in ignored})
@@ -60,7 +75,7 @@ def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_back
 def describe_buffers(buffers: Mapping[str, Tensor | None]) -> list[str]:
     """Lines that must be the same on every rank before buffers, by name, are broadcast."""
     return [
-        f"buffer {name}: {'None' if b is None else f'{_dtype_name(b)}{list(b.shape)}{_part_here(b)}'}"
+        f"buffer {name}: {'None' if b is None else f'{_name(b.dtype)}{list(b.shape)}{_part_here(b)}'}"
         for name, b in buffers.items()
     ]
 
@@ -73,5 +88,5 @@ def _part_here(tensor: Tensor) -> str:
     return f" as DTensor with {placements}, of which {list(torch_internals.local_tensor(tensor).shape)} is here"
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

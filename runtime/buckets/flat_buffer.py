@@ -26,6 +26,7 @@ class FlatBuffer:
     def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter]) -> None:
         self._spec = spec
         self._parameters = tuple(parameters)
+        self._gradient_dtype: torch.dtype = getattr(torch, spec.param_dtype or spec.dtype)
         self.has_dtensors = any(
             map(torch_internals.is_dtensor, parameters)
         )  #: whether tensor parallelism has sharded any
@@ -67,7 +68,7 @@ class FlatBuffer:
 
     def reserve(self, numel: int) -> None:
         """From the next use on, lie at the beginning of memory for at least this many elements, the others zeros."""
-        if numel > max(self._num_reserved, self._spec.num_bytes // self._parameters[0].element_size()):
+        if numel > max(self._num_reserved, self._spec.num_bytes // self._spec.itemsize):
             self._num_reserved = numel
             self.drop()
 
@@ -92,7 +93,7 @@ class FlatBuffer:
         """
         plan, gradients = self._plan(), self._on_this_rank(gradients)
         self.used_here()
-        if gradients[0].dtype != self.tensor.dtype:  # cheap, and finds nearly every conversion
+        if gradients[0].dtype != self._gradient_dtype:  # cheap, and finds nearly every conversion
             self._refuse_converted()
         try:
             plan.flatten(gradients, scale)
@@ -150,12 +151,12 @@ class FlatBuffer:
         if self._flatten_plan is None:
             self._refuse_converted()
             parameters = self._on_this_rank(self._parameters)
-            first = parameters[0]
-            offsets = [offset // first.element_size() for offset in self._spec.byte_offsets]
-            num_elements = self._spec.num_bytes // first.element_size()
+            first, dtype = parameters[0], getattr(torch, self._spec.dtype)
+            offsets = [offset // self._spec.itemsize for offset in self._spec.byte_offsets]
+            num_elements = self._spec.num_bytes // self._spec.itemsize
             with torch.inference_mode(False):  # else no later backward could write to it
                 # The padding must be zero, and stays zero.
-                memory = torch.zeros(max(num_elements, self._num_reserved), dtype=first.dtype, device=first.device)
+                memory = torch.zeros(max(num_elements, self._num_reserved), dtype=dtype, device=first.device)
                 self._tensor = memory[:num_elements]
                 self._used_on = {streams.current(first.device)}
                 make = RealParts if self._tensor.is_complex() else FlattenPlan.for_bucket
@@ -167,7 +168,7 @@ class FlatBuffer:
         changes = []
         parameters = self._on_this_rank(self._parameters)
         for spec, parameter in zip(self._spec.gradients, parameters, strict=True):
-            was = f"{spec.dtype}[{spec.numel}]"
+            was = f"{spec.param_dtype or spec.dtype}[{spec.numel}]"
             is_now = f"{str(parameter.dtype).removeprefix('torch.')}[{parameter.numel()}]"
             if self._tensor is not None and parameter.device != self._tensor.device:
                 was, is_now = f"{was} on {self._tensor.device}", f"{is_now} on {parameter.device}"

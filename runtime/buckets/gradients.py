@@ -95,7 +95,8 @@ class Copies(GradientStore):
                 gradients.append(torch.empty_like(place))  # discarded
                 continue
             if parameter.grad is None:  # other ranks have used it
-                parameter.grad = torch.empty_like(parameter if torch_internals.is_dtensor(parameter) else place)
+                like = parameter if torch_internals.is_dtensor(parameter) else place
+                parameter.grad = torch.empty_like(like, dtype=parameter.dtype)
             gradients.append(parameter.grad)
         bucket.unflatten(gradients)
 
@@ -118,7 +119,8 @@ def store_for(spec: BucketSpec, parameters: Iterable[Parameter], gradient_as_buc
     if spec.is_sparse:
         return _SPARSE
     # One cannot know who holds the tensor inside a DTensor, so the result is copied into it.
-    return _VIEWS if gradient_as_bucket_view and not any(map(torch_internals.is_dtensor, parameters)) else _COPIES
+    is_copied = spec.param_dtype is not None or any(map(torch_internals.is_dtensor, parameters))
+    return _VIEWS if gradient_as_bucket_view and not is_copied else _COPIES
 
 
 def set_gradient(parameter: Parameter, gradient: Tensor | None) -> None:

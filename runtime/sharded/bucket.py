@@ -105,10 +105,10 @@ class ShardedBucket:
         self._gather: Transfer | None = None  # of the last step, until something has waited for it
         self._gathered: streams.Event | None = None
         self._lock = threading.RLock()
-        element_size = self.parameters[0].element_size()
+        itemsize = self.spec.itemsize  # of gradients, which may be of another dtype; places are the same elements
         self.cut = Cut.of(self.spec, transfers.world_size)
-        offsets = [offset // element_size for offset in self.spec.byte_offsets]
-        numel = self.spec.num_bytes // element_size
+        offsets = [offset // itemsize for offset in self.spec.byte_offsets]
+        numel = self.spec.num_bytes // itemsize
         padded = self.cut.shard_numel * transfers.world_size if self.cut.is_even else numel
         bucket.reserve(padded)  # so that no collective needs a padded copy
         with torch.no_grad(), torch.inference_mode(False):

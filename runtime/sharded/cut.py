@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketSpec
@@ -36,7 +35,7 @@ class Cut:
         round those elements differently (docs/compatibility.md). NCCL moves memory that is not aligned to 16 bytes in
         smaller pieces.
         """
-        element_size: int = getattr(torch, spec.dtype).itemsize
+        element_size = spec.itemsize
         unit = PADDED_ALIGNMENT_BYTES // element_size
         ranges = {
             owner: range(begin // element_size, end // element_size)

@@ -168,7 +168,7 @@ def test_states_that_differ_are_not_repaired() -> None:
         if dist.get_rank() == 2:
             state = training.optimizer.state[training.parameter(0)[1]]
             state["exp_avg"] += 1.0
-        with pytest.raises(RanksDifferError, match="at iteration 6 .* made equal at the agreement point before"):
+        with pytest.raises(RanksDifferError, match=r"at iteration 6 .* made equal at the agreement point before"):
             for _ in range(8):
                 training.step()
 

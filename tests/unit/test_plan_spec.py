@@ -196,7 +196,7 @@ def dropped(*path: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (changed("version", to=99), "plan.version is 99, not one of (2,)"),
+        (changed("version", to=99), "plan.version is 99, not one of (3,)"),
         (dropped("generation"), "plan lacks ['generation']"),
         (changed("more", to=1), "plan has ['more'], which this version of ddp_compile does not know"),
         (changed("generation", to=-1), "plan.generation is -1, not at least 0"),
