@@ -45,7 +45,10 @@ def explain(state: ReplicateState, plan: BucketPlan, of_hooks: Mapping[int, str]
         model=state.model,
         world_size=state.process_group.size(),
         algorithm=state.reducer.algorithm.name,
-        settings=(*_settings(state.config, state.device.type, state.process_group.size()), *state.compile_settings.chosen),
+        settings=(
+            *_settings(state.config, state.device.type, state.process_group.size()),
+            *state.compile_settings.chosen,
+        ),
         plan=plan,
         launches=tuple(BucketLaunch(bucket.index, *_launch(state, bucket, of_hooks)) for bucket in plan.buckets),
         graphs=tuple(_explain_graph(report, plan) for report in state.backend.reports),
