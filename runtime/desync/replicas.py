@@ -192,7 +192,11 @@ def sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     small: dict[torch.dtype, list[Tensor]] = {}
     sums = []
     for tensor in tensors:
-        if tensor.nbytes < _SMALL_BYTES or not tensor.is_contiguous() or tensor.data_ptr() % 8:
+        if (
+            tensor.nbytes < _SMALL_BYTES
+            or not tensor.is_contiguous()
+            or tensor.storage_offset() * tensor.element_size() % 8
+        ):
             small.setdefault(tensor.dtype, []).append(tensor)
         else:
             sums += _sums_of_flat(tensor.detach().view(-1))
