@@ -77,12 +77,13 @@ KINDS: dict[str, Kind] = {
     "gradients set to zero": Kind(EXACT),
     "sleeps": Kind(EXACT),
     "forward raises, caught": Kind(EXACT, TABLE, models=("mlp",)),
-    "forward raises, step left out": Kind(WAITED, TABLE, models=("mlp",)),
+    # With an accumulation before it, the other rank steps alone.
+    "forward raises, step left out": Kind(WAITED, rf"same bits|{TABLE}", models=("mlp",), also=(NAMED,)),
     "backward left out": Kind(NAMED, rf"without a backward|{TABLE}"),
     "backward raises, caught": Kind(NAMED, rf"raised|without a backward|{TABLE}"),
     "backward twice": Kind(NAMED, rf"without a forward|donated buffer|{TABLE}", also=(WAITED,)),
     # With an accumulation before it, its optimizer steps with gradients of this rank alone.
-    "step left out": Kind(WAITED, rf"no_sync|{TABLE}", also=(NAMED,)),
+    "step left out": Kind(WAITED, rf"no_sync|same bits|{TABLE}", also=(NAMED,)),
     "fewer batches": Kind(WAITED, TABLE),
     "step inside no_sync": Kind(NAMED, r"no_sync"),
     "optimizer step left out": Kind(NAMED, r"same bits"),
