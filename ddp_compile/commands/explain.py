@@ -116,7 +116,8 @@ def _explain_step(module: Any, step: UsersStep, fake_mode: Any) -> Explanation:
             counts = fake_training.num_contributions(loss)
         with raising_at("the backward"):
             loss.backward()
-    if missing := {name: p for index, (name, p) in enumerate(state.reduced.items()) if index not in order}:
+    unused = set(range(len(parameters))) - order.keys()
+    if missing := {name: p for index, (name, p) in enumerate(state.reduced.items()) if index in unused}:
         log.warning("%s", error_messages.missing_gradients(missing, len(parameters), static_graph=False))
     plan = _sealed_plan(state, list(order))
     are_from_one_place = [counts[id(p)] == 1 and not have for p, have in zip(parameters, have_hooks, strict=True)]
@@ -125,7 +126,7 @@ def _explain_step(module: Any, step: UsersStep, fake_mode: Any) -> Explanation:
         for bucket in plan.buckets
         if not all(are_from_one_place[g.index] for g in bucket.gradients)
     }
-    return explain(state, plan, of_hooks)
+    return explain(state, plan, of_hooks, unused)
 
 
 def _sealed_plan(state: ReplicateState, order: list[int]) -> BucketPlan:

@@ -54,6 +54,7 @@ class TrainingBackend:
     Args:
         builder: The module's plan, which every graph extends until it is sealed.
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
+        modules: Name of each submodule, by ``id``.
         split: ``"forward"`` cuts graphs at bucket boundaries, ``"backward"`` leaves them whole and launches buckets
             inside the backward, ``"auto"`` does the latter with graphs that cannot be cut for every bucket.
         reducer_id: Number by which compiled code finds the reducer.
@@ -65,6 +66,7 @@ class TrainingBackend:
         compiler: GraphCompiler,
         builder: PlanBuilder,
         parameters: Mapping[int, int],
+        modules: Mapping[int, str],
         split: SplitMode,
         launches_in_backward: bool,
         reducer_id: int,
@@ -73,6 +75,7 @@ class TrainingBackend:
         self.compiler = compiler
         self.builder = builder
         self.parameters = parameters
+        self.modules = modules
         self.split = split
         self.reducer_id = reducer_id
         self.reports: list[GraphReport] = []
@@ -137,7 +140,7 @@ class TrainingBackend:
     def _compile_parts(self, result: PassResult, graph: _Graph) -> Callable[..., Any]:
         parts = parts_of(result.gm, graph.parameter_of)
         report = GraphReport(graph.number, graph.buckets, parts, result.declined)
-        self.reports.append(report.with_lines_of(result.gm))
+        self.reports.append(report.with_places_of(result.gm, self.modules))
         num_buckets, num_parts = number_of(len(graph.buckets), "bucket"), number_of(len(parts), "partition")
         log.info("%s: %s, %s", graph.name, num_buckets, num_parts)
         if len(parts) == 1:
@@ -172,7 +175,7 @@ class TrainingBackend:
         )
         report = GraphReport(graph.number, graph.buckets, (part,), launches_in_backward=True, not_cut=not_cut)
         reports = self.reports
-        reports.append(report := report.with_lines_of(gm))
+        reports.append(report := report.with_places_of(gm, self.modules))
         log.info("%s: %s, launched inside its backward", graph.name, number_of(len(graph.buckets), "bucket"))
 
         def insert_launches(backward: fx.GraphModule, is_inductors: bool) -> None:

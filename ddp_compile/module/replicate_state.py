@@ -163,11 +163,12 @@ class ReplicateState:
         from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend
 
         config, numbers = self.config, {id(p): i for i, p in enumerate(self.reduced.values())}
+        names = {id(submodule): name for name, submodule in module.named_modules() if name}
         # Gradients that are not sent or not views need not move, and gradients that may be added to must not.
         are_views = config.gradient_as_bucket_view and config.reduce_dtype is None
         moves = config.static_graph and are_views and self.process_group.size() > 1
         self.backend: TrainingBackend = TrainingBackend(
-            self.compiler, self.builder, numbers, config.split, in_backward, next_reducer_id(), moves
+            self.compiler, self.builder, numbers, names, config.split, in_backward, next_reducer_id(), moves
         )
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.breaks = GraphBreaks()

@@ -35,6 +35,16 @@ def test_explain_as_training(name: str, way: str, ranks: Ranks) -> None:
         assert "\nthe first graph break: " in str(traced) and traced.in_no_graph
 
 
+def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
+    trained, _ = map(Explanation.from_json, ranks(2).run(train, "unused", "auto", "eager", find_unused_parameters=True))
+    (bucket,) = [bucket.index for bucket in trained.plan.buckets if bucket.gradients[0].fqn.startswith("norm.")]
+    for explanation in (trained, explain_function("explained:unused", 2, {"bucket_cap_mb": CAP_MIB})):
+        assert f"bucket {bucket} not launched early: its parameters got no gradient" in str(explanation)
+        assert explanation.in_no_graph == ()
+        assert [part.module for part in explanation.graphs[0].partitions] == [None, "layers.1", "layers.2"]
+        assert "\n  cut at layers.2 (" in str(explanation)
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
