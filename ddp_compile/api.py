@@ -85,7 +85,7 @@ def ddp_compile(
         process_group: The ranks to average over; the default group if None.
         device_mesh: A one-dimensional mesh, instead of ``process_group``.
         bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one capacity for each bucket in
-            launch order. None means 5 on a CPU and 25 on a GPU.
+            launch order. None means 5 on a CPU, and on a GPU 25 or, from 201 ranks on, an eighth of their number.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first; at most ``bucket_cap_mb``.
         bucket_plan: A file that ``model.bucket_plan.save(path)`` or ``python -m ddp_compile plan --save path`` has
             written, with a plan of the same model. It replaces the capacities; docs/planning.md.
@@ -170,7 +170,9 @@ def ddp_compile(
     ignored = names_to_ignore(module, parameters_to_ignore) - delayed.named.keys()
     check_module(module, ignored | delayed.named.keys())
     check_algorithm(algorithm)
-    caps_bytes = caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, next(module.parameters()).device.type)
+    group = resolve_process_group(process_group, device_mesh)
+    device_type = next(module.parameters()).device.type
+    caps_bytes = caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, device_type, group.size())
     config = ReplicateConfig(
         caps_bytes=caps_bytes,
         split=split,
@@ -203,7 +205,6 @@ def ddp_compile(
             stacklevel=2,
         )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
-    group = resolve_process_group(process_group, device_mesh)
     if check_replicas == "repair" and group.size() == 2:
         raise ValueError(
             f"{this_rank()}: check_replicas='repair' needs a majority of ranks, which has the right parameters, and the"

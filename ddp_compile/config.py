@@ -166,19 +166,24 @@ def _check_regions(regions: RegionClasses) -> None:
 # measurable difference on a fast link. On GPUs, starting a collective is a larger part of its cost, so the value is
 # that of DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 5.2).
 DEFAULT_CAP_MIB: Mapping[str, float] = {"cpu": 5.0, "cuda": 25.0}
+# A ring cuts a bucket into a part for each rank, and a part must not be so small that its latency counts most: so the
+# default on accelerators grows with the ranks from 200 on. Megatron-LM does the same, with a million parameters for each
+# rank (`bucket_size` of its DistributedDataParallelConfig). docs/planning.md has the predictions behind this value.
+_LEAST_MIB_FOR_EACH_RANK = 0.125
 
 
 def caps_from_mib(
-    bucket_cap_mb: float | Sequence[float] | None, first_bucket_cap_mb: float, device_type: str
+    bucket_cap_mb: float | Sequence[float] | None, first_bucket_cap_mb: float, device_type: str, world_size: int = 1
 ) -> tuple[int, ...]:
     """Bucket capacities in bytes from the MiB values of the public interface.
 
     Args:
         bucket_cap_mb: One capacity in MiB, or a list with one for each bucket, the last one for all further buckets.
-            None means the value in ``DEFAULT_CAP_MIB``.
+            None means the value in ``DEFAULT_CAP_MIB``, and on accelerators at least 128 KiB for each rank.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first, so that communication starts early;
             at most ``bucket_cap_mb``. Ignored if that is a list.
         device_type: The device of the gradients: "cpu" or "cuda".
+        world_size: The number of ranks.
 
     Raises:
         ValueError: A capacity is not a number above zero, or the list is empty.
@@ -186,6 +191,8 @@ def caps_from_mib(
     first_cap = cap_bytes_from_mib("first_bucket_cap_mb", first_bucket_cap_mb)
     if bucket_cap_mb is None:
         bucket_cap_mb = DEFAULT_CAP_MIB.get(device_type, DEFAULT_CAP_MIB["cuda"])
+        if device_type != "cpu":
+            bucket_cap_mb = max(bucket_cap_mb, _LEAST_MIB_FOR_EACH_RANK * world_size)
     if isinstance(bucket_cap_mb, list | tuple):
         if not bucket_cap_mb:
             raise ValueError("bucket_cap_mb=[] has no capacity; pass bucket_cap_mb=25 (MiB) or a list such as [1, 25]")

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         costs = costs_of(report, all_reduce)
         specs = [gradient for bucket in plan.buckets for gradient in bucket.gradients]
         gradients = sorted((replace(each, owner=None) for each in specs), key=lambda each: each.index)
-        caps = caps_from_mib(None, 1.0, report.device)
+        caps = caps_from_mib(None, 1.0, report.device, world_size)
         found = list(scenarios(gradients, costs, world_size, caps))
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)

@@ -52,7 +52,7 @@ def explain(
         model=state.model,
         world_size=state.process_group.size(),
         algorithm=state.reducer.algorithm.name,
-        settings=(*_settings(state.config, state.device.type), *state.compile_settings.chosen),
+        settings=(*_settings(state.config, state.device.type, state.process_group.size()), *state.compile_settings.chosen),
         plan=plan,
         launches=tuple(BucketLaunch(each.index, *_launch(state, each, of_hooks, unused)) for each in plan.buckets),
         graphs=tuple(_explain_graph(report, plan) for report in state.backend.reports),
@@ -173,9 +173,9 @@ def _in_no_graph(state: ReplicateState, plan: BucketPlan, unused: Set[int]) -> t
     return tuple(bucket.index for bucket in eager if not any(g.index in region_of for g in bucket.gradients))
 
 
-def _settings(config: ReplicateConfig, device_type: str) -> list[str]:
+def _settings(config: ReplicateConfig, device_type: str, world_size: int) -> list[str]:
     """The settings that differ from their defaults, as arguments."""
-    default = ReplicateConfig(caps_bytes=caps_from_mib(None, 1.0, device_type))
+    default = ReplicateConfig(caps_bytes=caps_from_mib(None, 1.0, device_type, world_size))
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
     return [_argument(name, value) for name, value in chosen.items() if value != getattr(default, name)]
 

@@ -58,6 +58,28 @@ class ReplicatedModule(nn.Module):
         finally:
             state.requires_sync = before
 
+    def warm_up(self, *args: Any, timeout_s: float = 3600.0, **kwargs: Any) -> None:
+        """Compile forward and backward now, on every rank by itself, and return when all ranks have.
+
+        The first step compiles otherwise, and a rank with an empty compile cache may keep the others waiting in a
+        collective for longer than its timeout, after which NCCL's watchdog ends them. This sends nothing before all
+        ranks are done: they meet through the store of the process group. Parameters, gradients, buffers, optimizers and
+        torch's random states stay as they were; other side effects of the forward remain. Call it in training mode, in
+        the autocast context of training, with inputs of the shapes of training. The loss is not part of it.
+
+        Args:
+            *args: Inputs of the forward.
+            timeout_s: How long to wait for the other ranks, in seconds.
+            **kwargs: Inputs of the forward.
+
+        Raises:
+            ReplicationError: It is called inside a step or under ``no_grad``, or no output has a gradient.
+            RanksDifferError: Another rank did not call it in time.
+        """
+        from ddp_compile.features.warm_up import warm_up
+
+        warm_up(state_of(self), self, args, kwargs, timeout_s)
+
     def join(
         self,
         divide_by_initial_world_size: bool = True,

@@ -64,6 +64,14 @@ def counts_differ(described: str) -> RanksDifferError:
     )
 
 
+def warm_ups_differ(described: str, timeout_s: float) -> RanksDifferError:
+    return RanksDifferError(
+        f"{this_rank()}: model.warm_up(timeout_s={timeout_s:g}) did not end on every rank: {described}. Call it on"
+        " every rank between the same two steps; a rank that raised has the cause, and one that is late may need more"
+        " time"
+    )
+
+
 def measurements_differ(described: str) -> RanksDifferError:
     return RanksDifferError(
         f"{this_rank()}: not every rank measures: {described}. Call model.measure() with the same arguments on every"

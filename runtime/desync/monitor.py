@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -129,6 +129,21 @@ class DesyncMonitor(AgreementPoints):
         if described is not None:
             self._raise(error_messages.counts_differ(described))
 
+    def agree_on_warm_up(self, timeout_s: float) -> None:
+        """Wait until every rank has compiled in ``warm_up``; raises RanksDifferError if one has not, or not in time."""
+        described = self._meet("warm-up", "waiting in warm_up()", "done", "not done", timeout_s)
+        if described is not None:
+            self._raise(error_messages.warm_ups_differ(described, timeout_s))
+
+    def warm_up_raised(self, error: Exception) -> None:
+        """Compiling in ``warm_up`` has raised: the other ranks need not wait for this one."""
+        if len(self._ranks) > 1 and self._store.lost is None:
+            self._num_meetings += 1
+            with suppress(StoreLostError):
+                self._register(
+                    f"warm-up/{self.iteration_number}/{self._num_meetings}", f"raised {type(error).__name__}"
+                )
+
     def agree_on_measurement(self, call: str, begins: str = "") -> None:
         """Wait until every rank has made the same call of a measurement between the same two steps.
 
@@ -164,7 +179,7 @@ class DesyncMonitor(AgreementPoints):
             self._statuses.raised(error)
             raise
 
-    def _meet(self, kind: str, doing: str, value: str, absent: str) -> str | None:
+    def _meet(self, kind: str, doing: str, value: str, absent: str, timeout_s: float | None = None) -> str | None:
         """Wait until every rank has come here; which rank came with which value, None if all have the same.
 
         None as well if there is no store that could say so.
@@ -176,7 +191,7 @@ class DesyncMonitor(AgreementPoints):
         # Counters of an earlier call in which the ranks differed must not count in this one.
         name = f"{kind}/{self.iteration_number}/{self._num_meetings}"
         try:
-            return self._compare_at(name, value, absent)
+            return self._compare_at(name, value, absent, self._timeout_s if timeout_s is None else timeout_s)
         except StoreLostError as error:
             log.warning(
                 "%s: it is not known whether every rank is %s: the store of the process group is gone (%s)",
@@ -186,13 +201,10 @@ class DesyncMonitor(AgreementPoints):
             )
             return None
 
-    def _compare_at(self, name: str, value: str, absent: str) -> str | None:
+    def _compare_at(self, name: str, value: str, absent: str, timeout_s: float) -> str | None:
         keys = {rank: f"{name}/{rank}" for rank in self._ranks}
-        self._store.post(keys[self._rank], value)
-        alike = f"{name}/{hashlib.sha256(value.encode()).hexdigest()[:16]}/registered"
-        self._store.add(alike, 1)
-        self._store.add(f"{name}/registered", 1)  # last: a rank that sees all of these also sees all additions above
-        for _ in pauses(self._timeout_s, longest_s=1.0):
+        alike = self._register(name, value)
+        for _ in pauses(timeout_s, longest_s=1.0):
             if self._store.add(f"{name}/registered", 0) == len(keys):
                 break
         if self._store.has_come_to(alike, len(keys)):
@@ -203,6 +215,14 @@ class DesyncMonitor(AgreementPoints):
 
         described = Gathering(self._store, name, list(keys.values())).summary(0.0, bool, describe)
         return f"{value} on rank {self._rank}, and others elsewhere" if described is None else described
+
+    def _register(self, name: str, value: str) -> str:
+        """Post a value; returns the counter of the ranks that have posted the same one."""
+        self._store.post(f"{name}/{self._rank}", value)
+        alike = f"{name}/{hashlib.sha256(value.encode()).hexdigest()[:16]}/registered"
+        self._store.add(alike, 1)
+        self._store.add(f"{name}/registered", 1)  # last: a rank that sees all of these also sees all additions above
+        return alike
 
     def raised(self, error: Exception) -> None:
         """A forward raised: post the error for the ranks that will wait for this one."""

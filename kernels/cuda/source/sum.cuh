@@ -18,10 +18,12 @@ template <class T, int kWidth>
 DDP_COMPILE_INLINE void add_packets(const AddRowsArguments& arguments, u64 element) {
   Packet<T, kWidth> packet;
   float total[kWidth], values[kWidth];
-  packet.load(arguments.rows + element * kBytes<T>);
+  const u8* place = arguments.rows + element * kBytes<T>;
+  packet.load(place);
   packet.decode(total);
   for (u32 row = 1; row < arguments.num_rows; ++row) {
-    packet.load(arguments.rows + (row * arguments.numel + element) * kBytes<T>);
+    place += arguments.numel * kBytes<T>;
+    packet.load(place);
     packet.decode(values);
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) total[e] = __fadd_rn(total[e], values[e]);
