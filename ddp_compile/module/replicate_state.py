@@ -31,7 +31,7 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.desync.model_order import is_agreement_point
-from ddp_compile.runtime.desync.monitor import DesyncMonitor
+from ddp_compile.runtime.desync.monitor import DesyncMonitor, replicating
 from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.torch_internals import GraphBreaks
 from ddp_compile.validation.description import describe_gradients, describe_module
@@ -77,20 +77,21 @@ class ReplicateState:
         self._select_parameters(module)
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph)
         in_backward = not regions and launches_in_backward(config.split, self.compiler)
-        algorithm = build_algorithm(algorithm_config, process_group)
-        gradients = describe_gradients(module, self.reduced, config.reduce_dtype)
-        saved = load_for(config.bucket_plan, gradients)
-        self._agree(module, algorithm, in_backward, regions, saved)
-        self.monitor = DesyncMonitor(process_group, self.device, self.model, config.check_replicas)
-        self.buffers = ReplicatedBuffers(
-            module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
-        )
-        self.optimizers = OptimizersInBackward(self.reduced)
-        self.uneven_inputs = UnevenInputs(self)
-        refuse_gradients(algorithm, gradients)
-        refuse_pairs(in_force(self, algorithm))
-        if config.init_sync:
-            broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
+        with replicating(process_group, self.model):
+            algorithm = build_algorithm(algorithm_config, process_group)
+            gradients = describe_gradients(module, self.reduced, config.reduce_dtype)
+            saved = load_for(config.bucket_plan, gradients)
+            self._agree(module, algorithm, in_backward, regions, saved)
+            self.monitor = DesyncMonitor(process_group, self.device, self.model, config.check_replicas)
+            self.buffers = ReplicatedBuffers(
+                module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
+            )
+            self.optimizers = OptimizersInBackward(self.reduced)
+            self.uneven_inputs = UnevenInputs(self)
+            refuse_gradients(algorithm, gradients)
+            refuse_pairs(in_force(self, algorithm))
+            if config.init_sync:
+                broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         step_watch.attach(algorithm, self.reduced)
         region_of = region_of_parameters(list(self.reduced), regions)
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
