@@ -1,6 +1,8 @@
 """Data-parallel training under ``torch.compile``: one bucket plan cuts the graphs and drives the reducer."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ddp_compile import checkout as checkout  # first, since the other imports go through symbolic links
@@ -33,6 +35,15 @@ else:
         "shard_optimizer": "ddp_compile.sharded_optimizer",
         "sharded_optimizer_state_dict": "ddp_compile.runtime.sharded.checkpoint",
     }
+
+    class _Package(ModuleType):
+        def __call__(self, *args, **kwargs):
+            raise TypeError(
+                "this is the package ddp_compile, which has a function of its name: write"
+                " 'from ddp_compile import ddp_compile' instead of 'import ddp_compile'"
+            )
+
+    sys.modules[__name__].__class__ = _Package
 
     # Not for type checkers, which would accept any name.
     def __getattr__(name):

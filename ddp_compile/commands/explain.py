@@ -109,7 +109,8 @@ def _explain_step(module: Any, step: UsersStep, fake_mode: Any) -> Explanation:
     for index, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(lambda _, index=index: note(index))
     with module.no_sync(), fake_mode:
-        with raising_at("the forward"):
+        no_inputs = "" if step.args or step.kwargs else " without inputs (to pass some, return (module, inputs))"
+        with raising_at(f"the forward{no_inputs}"):
             outputs = module(*step.args, **step.kwargs)
         with raising_at("the loss"):
             loss = step.loss(outputs)

@@ -57,7 +57,8 @@ def replicate(
     module.__class__ = replicated
     for name in kept:
         log.warning(
-            "%s: model.%s remains the attribute of %s; write ddp_compile.%s(model) to call that of ddp_compile",
+            "%s: model.%s remains the attribute of %s; for that of ddp_compile, call the function: from ddp_compile"
+            " import %s",
             this_rank(),
             name,
             original.__name__,

@@ -52,7 +52,10 @@ def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
             "explained:wrong_shape",
             ["the forward raised", "RuntimeError: ", "X [64, 64]", "torch.tanh(layer(x))"],
         ),
-        ("explained:no_inputs", ["the forward raised", "TypeError: ", "missing 1 required positional argument: 'x'"]),
+        (
+            "explained:no_inputs",
+            ["the forward without inputs (to pass some, return", "TypeError: ", "missing 1 required"],
+        ),
         (
             "explained:raising",
             ["explained:raising() raised", "LookupError: there is no such layer", "raise LookupError"],
@@ -67,6 +70,7 @@ def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
         ("explained:three_inputs", ["returns (Layers, int, int); it must return"]),
         ("explained:missing", ["function 'explained:missing' cannot be imported"]),
         ("no_such_module:f", ["No module named 'no_such_module'"]),
+        ("tests/explained.py:layers", ["has a path before the colon; pass tests.explained:layers, the module's name"]),
         ("explained.layers", ["function 'explained.layers' is not known; pass your own module:function"]),
     ],
 )
@@ -84,7 +88,7 @@ def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--world-size", "0"], "--world-size 0 must be at least 1"),
         (["--json", str(tmp_path / "no" / "folder.json")], "no folder"),
         (["--html", "page.html"], "--html page.html is no longer an argument; pass --json"),
-        (["--bucket-cap-mb", "-1"], "explain: bucket_cap_mb=-1.0 must be a positive number"),
+        (["--bucket-cap-mb", "-1"], "explain: bucket_cap_mb=-1.0 must be a positive and finite number"),
     ]:
         assert main(["explain", "explained:layers", *options]) == 2
         assert says in capsys.readouterr().err
