@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import datetime
 import importlib.util
 import json
 import os
@@ -158,6 +159,26 @@ def test_results(said: str) -> dict[str, Any]:
     return {**counts, "failed_tests": failed, "not_ended": [test for test in begun if test.strip() not in ended]}
 
 
+def row_of(path: Path) -> str:
+    """The row of docs/compatibility.md for a part's JSON, of whatever machine and commit it is.
+
+    Raises:
+        ValueError: The file is not such a JSON.
+    """
+    try:
+        record = json.loads(path.read_text())
+        figures, versions = record["figures"] or {}, record["versions"]
+        counts = [str(figures.get(word, 0)) for word in ("passed", "failed", "skipped")]
+        if not isinstance(figures, dict) or "passed" not in figures:
+            counts = [record["outcome"], "", ""]  # of a part without tests
+        where = f"{record['device']}, {record['part']}"
+        return f"| {where} | {versions['torch']} | {' | '.join(counts)} | {record['date']}, {record['commit']} |"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--row {path}: not a file that gpu_check.py has written ({error!r}); pass a PART.json"
+        ) from None
+
+
 def read_rows(path: Path, said: str) -> list[dict[str, str]]:
     """Rows of a CSV file that the part writes anew whenever there is more."""
     if not path.exists():
@@ -186,7 +207,8 @@ def provenance(device: str) -> dict[str, Any]:
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    about: dict[str, Any] = {"device": processor(), "versions": versions, "commit": commit()}
+    today = datetime.date.today().isoformat()
+    about: dict[str, Any] = {"device": processor(), "versions": versions, "commit": commit(), "date": today}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         about["device"] = properties.name
@@ -241,7 +263,16 @@ def main(program: str, about: str, parts_of: Callable[[str, Path], list[Part]], 
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and how long it may take")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="time limit of each part instead of its own")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without a GPU")
+    parser.add_argument(
+        "--row", type=Path, metavar="FILE", help="print a part's JSON as a row of docs/compatibility.md"
+    )
     arguments = parser.parse_args(words)
+    if arguments.row is not None:
+        try:
+            print(row_of(arguments.row))
+        except ValueError as error:
+            parser.error(str(error))
+        return 0
     if missing := without_packages("torch"):
         print(f"{program}: {missing}", file=sys.stderr)
         return 2

@@ -176,8 +176,8 @@ def _check_regions(regions: RegionClasses) -> None:
 # that of DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 5.2).
 DEFAULT_CAP_MIB: Mapping[str, float] = {"cpu": 5.0, "cuda": 25.0}
 # A ring cuts a bucket into a part for each rank, and a part must not be so small that its latency counts most: so the
-# default on accelerators grows with the ranks from 200 on. Megatron-LM does the same, with a million parameters for each
-# rank (`bucket_size` of its DistributedDataParallelConfig). docs/planning.md has the predictions behind this value.
+# default on accelerators grows with the ranks from 200 on. Megatron-LM does the same, with a million parameters for
+# each rank (`bucket_size` of its DistributedDataParallelConfig). docs/planning.md has the predictions for this value.
 _LEAST_MIB_FOR_EACH_RANK = 0.125
 
 

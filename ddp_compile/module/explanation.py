@@ -48,12 +48,14 @@ def explain(
     """
     unused = unused | state.reducer.used_by_nobody
     of_hooks = buckets_of_hooks(state) if of_hooks is None else of_hooks
-    settings = _settings(state.config, state.device.type, state.process_group.size())
     return Explanation(
         model=state.model,
         world_size=state.process_group.size(),
         algorithm=state.reducer.algorithm.name,
-        settings=(*settings, *state.compile_settings.chosen),
+        settings=(
+            *_settings(state.config, state.device.type, state.process_group.size()),
+            *state.compile_settings.chosen,
+        ),
         plan=plan,
         launches=tuple(BucketLaunch(each.index, *_launch(state, each, of_hooks, unused)) for each in plan.buckets),
         graphs=tuple(_explain_graph(report, plan) for report in state.backend.reports),
