@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from ddp_compile import torch_internals
@@ -20,7 +21,7 @@ from ddp_compile.compile.graph_report import GraphReport, parts_of
 from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FOR_INDUCTOR, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.config import SplitMode
-from ddp_compile.errors import CompilationError, number_of, shorten_names, this_rank
+from ddp_compile.errors import CompilationError, number_of, shorten_names, this_rank, warning_level
 from ddp_compile.graph_ops import await_before, gathers_parameters, watch_parameters
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
@@ -260,7 +261,7 @@ def _parts_are_equal(graph: _Graph) -> bool:
     return False
 
 
-def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:
+def launches_in_backward(split: SplitMode, compiler: GraphCompiler, process_group: dist.ProcessGroup) -> bool:
     """Whether buckets may be launched inside compiled backwards; the same on every rank.
 
     Raises:
@@ -270,7 +271,8 @@ def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:
         return False
     can_edit = compiler.can_edit()
     if split == "backward" and not can_edit:
-        log.warning(
+        log.log(
+            warning_level(process_group),
             "split='backward' needs a backend that is known to compile the operators of ddp_compile (inductor,"
             " compile_fx, aot_eager), which %s is not: graphs are cut in the forward instead",
             getattr(compiler.inner, "compiler_name", compiler.inner),

@@ -16,7 +16,7 @@ from ddp_compile import torch_internals
 from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank
+from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank, warning_level
 from ddp_compile.features.algorithm_switch import refuse_objection
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
@@ -76,7 +76,7 @@ class ReplicateState:
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         self._select_parameters(module)
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph)
-        in_backward = not regions and launches_in_backward(config.split, self.compiler)
+        in_backward = not regions and launches_in_backward(config.split, self.compiler, process_group)
         with replicating(process_group, self.model):
             algorithm = build_algorithm(algorithm_config, process_group)
             gradients = describe_gradients(module, self.reduced, config.reduce_dtype)
@@ -105,6 +105,7 @@ class ReplicateState:
             config=config,
             algorithm=algorithm,
             monitor=self.monitor,
+            requires_sync=lambda: self.requires_sync,
             has_launches=(lambda: self.backend.has_launches) if in_backward else None,
             on_reduced=self.optimizers.step,
             on_plan_sealed=self._warn_without_overlap,
@@ -413,7 +414,7 @@ class ReplicateState:
                 " broadcast before them; call the module: model(x)"
             )
         if warning is not None:
-            log.warning("%s", warning)
+            log.log(warning_level(self.process_group), "%s", warning)
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
