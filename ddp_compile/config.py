@@ -210,6 +210,11 @@ def caps_from_mib(
     return (min(first_cap, cap), cap)
 
 
+def in_mib(caps_bytes: Sequence[int]) -> str:
+    """Capacities for a message: ``"1, then 25 MiB"``."""
+    return f"{', then '.join(f'{cap / 2**20:g}' for cap in caps_bytes)} MiB"
+
+
 def cap_bytes_from_mib(setting: str, mib: Any) -> int:
     """A capacity or limit in bytes.
 

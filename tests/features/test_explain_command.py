@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from ddp_compile.__main__ import main
 from ddp_compile.commands.explain import explain_function
 from ddp_compile.report.explanation import Explanation
 
+ROOT = Path(__file__).parents[2]
 CASES = [(name, way) for name in ("layers", "tied", "broken") for way in ("forward", "backward")]
 
 
@@ -92,6 +95,25 @@ def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ]:
         assert main(["explain", "explained:layers", *options]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_capacities_of_another_device(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, device, said in [((), "cpu", "1, then 5 MiB"), (("--device", "cuda"), "cuda", "1, then 64 MiB")]:
+        assert main(["explain", "explained:layers", "--world-size", "512", *options]) == 0
+        assert f"\nassumed capacities: {said}, the default for {device}; --device" in capsys.readouterr().out
+
+
+def test_help_and_wrong_words_import_no_torch() -> None:
+    for words, status in [
+        (["--help"], 0),
+        (["explain", "--help"], 0),
+        (["plan", "--help"], 0),
+        (["explian", "m:f"], 2),
+    ]:
+        code = f"import sys; sys.argv[1:] = {words}; import ddp_compile.__main__ as m\n"
+        code += "try: m.main()\nfinally: print(sorted(sys.modules.keys() & {'torch', 'numpy'}))"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert (result.returncode, result.stdout.splitlines()[-1]) == (status, "[]"), result.stderr
 
 
 def test_group_of_the_caller(single_rank_group: None) -> None:
