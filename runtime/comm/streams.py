@@ -118,11 +118,6 @@ class Event:
         if self.stream is not None:
             backend.wait(self._device, self._recorded)
 
-    def synchronize(self) -> None:
-        """Make the host wait for it."""
-        if self.stream is not None:
-            backend.has_passed(self._recorded, wait=True)
-
     def reads_racing(self) -> AbstractContextManager[Any]:
         """Inside, operators may race with writes after this event, but with no others."""
         return nullcontext() if self.stream is None else backend.reads_racing(self._device, self._recorded)

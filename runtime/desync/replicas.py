@@ -172,14 +172,14 @@ class _Sums:
         with torch.no_grad(), torch_internals.outside_transforms():
             parts = [sums_of_bits(torch_internals.local_tensors(tensors)) for tensors in lists]
             self._lengths = [len(part) for part in parts]
-            flat = torch.stack([each for part in parts for each in part])
-            self._on_host = flat.to("cpu", non_blocking=True)
-            self._copied = streams.record(flat.device)
+            self._flat = torch.stack([each for part in parts for each in part])
+            self._known = streams.record(self._flat.device)
 
     def text(self) -> str:
-        """Sixteen hex digits for each list; the host waits until they are known."""
-        self._copied.synchronize()
-        values = iter(self._on_host.tolist())
+        """Sixteen hex digits for each list; the host waits until they are known, and for nothing that came later."""
+        with streams.SideStream(self._flat.device).on():
+            self._known.wait()
+            values = iter(self._flat.tolist())
         return " ".join(f"{sum(next(values) for _ in range(n)) % 2**64:016x}" for n in self._lengths)
 
 
@@ -192,7 +192,11 @@ def sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     small: dict[torch.dtype, list[Tensor]] = {}
     sums = []
     for tensor in tensors:
-        if tensor.nbytes < _SMALL_BYTES or not tensor.is_contiguous() or tensor.data_ptr() % 8:
+        if (
+            tensor.nbytes < _SMALL_BYTES
+            or not tensor.is_contiguous()
+            or tensor.storage_offset() * tensor.element_size() % 8
+        ):
             small.setdefault(tensor.dtype, []).append(tensor)
         else:
             sums += _sums_of_flat(tensor.detach().view(-1))
