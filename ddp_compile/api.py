@@ -171,18 +171,6 @@ def ddp_compile(
     check_module(module, ignored | delayed.named.keys())
     check_algorithm(algorithm)
     group = resolve_process_group(process_group, device_mesh)
-    if group.rank() == 0 and find_unused_parameters and static_graph:
-        warnings.warn(
-            "find_unused_parameters=True has no effect with static_graph=True, which learns from the first iteration"
-            " which parameters are unused; drop one of them",
-            stacklevel=2,
-        )
-    if group.rank() == 0 and skip_all_reduce_unused_params and not (find_unused_parameters or static_graph):
-        warnings.warn(
-            "skip_all_reduce_unused_params=True has no effect without find_unused_parameters=True or"
-            " static_graph=True, since every parameter must get a gradient; pass one of them, or drop it",
-            stacklevel=2,
-        )
     device_type = next(module.parameters()).device.type
     caps_bytes = caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, device_type, group.size())
     config = ReplicateConfig(
@@ -204,6 +192,18 @@ def ddp_compile(
         reduce_dtype=reduce_dtype,
         check_replicas=check_replicas,
     )
+    if group.rank() == 0 and find_unused_parameters and static_graph:
+        warnings.warn(
+            "find_unused_parameters=True has no effect with static_graph=True, which learns from the first iteration"
+            " which parameters are unused; drop one of them",
+            stacklevel=2,
+        )
+    if group.rank() == 0 and skip_all_reduce_unused_params and not (find_unused_parameters or static_graph):
+        warnings.warn(
+            "skip_all_reduce_unused_params=True has no effect without find_unused_parameters=True or"
+            " static_graph=True, since every parameter must get a gradient; pass one of them, or drop it",
+            stacklevel=2,
+        )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
     if check_replicas == "repair" and group.size() == 2:
         raise ValueError(
