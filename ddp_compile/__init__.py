@@ -52,6 +52,9 @@ else:
                 return getattr(found, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+    def __dir__():  # for completion
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.1.0"
 

@@ -30,6 +30,7 @@ def test_links() -> None:
 def test_no_snippet_takes_the_function_for_the_package() -> None:
     with pytest.raises(TypeError, match="write 'from ddp_compile import ddp_compile' instead of 'import ddp_compile'"):
         importlib.import_module("ddp_compile")(None)  # type: ignore[operator]
+    assert "shard_optimizer" in dir(importlib.import_module("ddp_compile"))
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for block in re.findall(r"^ *```python\n(.*?)^ *```", document.read_text(), re.MULTILINE | re.DOTALL):
             code = re.sub(r"^ *(from|import) .*", "", block, flags=re.MULTILINE)
