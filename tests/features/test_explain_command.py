@@ -100,7 +100,9 @@ def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_capacities_of_another_device(capsys: pytest.CaptureFixture[str]) -> None:
     for options, device, said in [((), "cpu", "1, then 5 MiB"), (("--device", "cuda"), "cuda", "1, then 64 MiB")]:
         assert main(["explain", "explained:layers", "--world-size", "512", *options]) == 0
-        assert f"\nassumed capacities: {said}, the default for {device}; --device" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"\nassumed capacities: {said}, the default for {device}; --device" in out
+        assert ("; bucket_cap_mb=[1, 64]\n" in out) == (device == "cuda")
 
 
 def test_help_and_wrong_words_import_no_torch() -> None:
