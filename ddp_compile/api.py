@@ -73,8 +73,8 @@ def ddp_compile(
     Replaces ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the same
     parameter names and the same ``state_dict()`` keys. It gains ``no_sync()``, ``require_backward_grad_sync``,
     ``bucket_plan``, ``explain()``, ``register_comm_hook()``, ``unwrap()`` and others. Type checkers know them after
-    ``assert ddp_compile.is_replicated(model)``. `ddp_compile.no_sync`, `ddp_compile.explain` and `ddp_compile.unwrap`
-    are also functions; a module that already has one of these names keeps its own.
+    ``assert is_replicated(model)``. The package has `is_replicated`, and `no_sync`, `explain` and `unwrap` as functions
+    too; a module that already has one of these names keeps its own.
 
     After a backward, each ``.grad`` is the mean over the ranks, with the same bits on every rank.
 
@@ -192,13 +192,13 @@ def ddp_compile(
         reduce_dtype=reduce_dtype,
         check_replicas=check_replicas,
     )
-    if find_unused_parameters and static_graph:
+    if group.rank() == 0 and find_unused_parameters and static_graph:
         warnings.warn(
             "find_unused_parameters=True has no effect with static_graph=True, which learns from the first iteration"
             " which parameters are unused; drop one of them",
             stacklevel=2,
         )
-    if skip_all_reduce_unused_params and not (find_unused_parameters or static_graph):
+    if group.rank() == 0 and skip_all_reduce_unused_params and not (find_unused_parameters or static_graph):
         warnings.warn(
             "skip_all_reduce_unused_params=True has no effect without find_unused_parameters=True or"
             " static_graph=True, since every parameter must get a gradient; pass one of them, or drop it",

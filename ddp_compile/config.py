@@ -10,9 +10,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile.errors import with_article
 
 SplitMode = Literal["auto", "forward", "backward", "none"]
 EvaluationMode = Literal["auto", True, False]
@@ -57,10 +60,16 @@ def refuse_positional_arguments(values: Sequence[Any]) -> None:
     """Raise a TypeError if anything but the module was given by position."""
     if not values:
         return
-    raise TypeError(
-        f"ddp_compile() takes the module by position and everything else by name; {values[0]!r} is in the position of"
-        f" DistributedDataParallel's device_ids: {DDP_ARGUMENTS_REPLACED['device_ids']}"
-    )
+    kind = with_article(type(values[0]).__name__)
+    if isinstance(values[0], Module):
+        way_out = f"{kind} is second; pass it first: ddp_compile(module, ...)"
+    elif isinstance(values[0], ProcessGroup | DeviceMesh):
+        name = "device_mesh" if isinstance(values[0], DeviceMesh) else "process_group"
+        way_out = f"{kind} is second; write {name}=..."
+    else:
+        way_out = f"{values[0]!r} is in the position of DistributedDataParallel's device_ids:"
+        way_out += f" {DDP_ARGUMENTS_REPLACED['device_ids']}"
+    raise TypeError(f"ddp_compile() takes the module by position and everything else by name; {way_out}")
 
 
 def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] = ()) -> None:
@@ -201,6 +210,11 @@ def caps_from_mib(
     return (min(first_cap, cap), cap)
 
 
+def in_mib(caps_bytes: Sequence[int]) -> str:
+    """Capacities for a message: ``"1, then 25 MiB"``."""
+    return f"{', then '.join(f'{cap / 2**20:g}' for cap in caps_bytes)} MiB"
+
+
 def cap_bytes_from_mib(setting: str, mib: Any) -> int:
     """A capacity or limit in bytes.
 
@@ -215,5 +229,6 @@ def cap_bytes_from_mib(setting: str, mib: Any) -> int:
         raise ValueError(f"{setting}='auto' is not a number of MiB: {_PLAN_BEFORE_TRAINING}")
     if isinstance(mib, bool) or not isinstance(mib, int | float) or not 0 < mib < float("inf"):
         default = 1 if setting.startswith("first") else 25
-        raise ValueError(f"{setting}={mib!r} must be a positive number of MiB; pass for example {setting}={default}")
+        said = f"{setting}={mib!r} must be a positive and finite number of MiB"
+        raise ValueError(f"{said}; pass for example {setting}={default}")
     return max(1, int(mib * _MIB))

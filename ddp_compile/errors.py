@@ -5,6 +5,7 @@ replicated, and for failures later, between ranks or inside a backward. All of t
 DistributedDataParallel.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
@@ -13,6 +14,11 @@ import torch.distributed as dist
 def this_rank() -> str:
     """This process in messages: "rank 3", its global rank, or "this process" without a process group."""
     return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else "this process"
+
+
+def warning_level(process_group: dist.ProcessGroup) -> int:
+    """The logging level of what every rank of a group would warn of: the first rank warns, the others inform."""
+    return logging.WARNING if process_group.rank() == 0 else logging.INFO
 
 
 def shorten_names(names: Sequence[str]) -> str:

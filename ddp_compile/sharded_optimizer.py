@@ -158,7 +158,7 @@ def shard_optimizer(
                 " every rank"
             )
     for of_optimizer in owners:
-        of_optimizer.warn_if_uneven()
+        of_optimizer.warn_if_uneven(state.process_group)
     alive = weakref.ref(model)  # the model has the optimizer's pieces: a cycle would live until a collection
     parameters = ShardedParameters(
         state.reduced,

@@ -51,7 +51,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import this_rank
+from ddp_compile.errors import this_rank, warning_level
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.arrivals.policies import AllRequired
@@ -240,7 +240,8 @@ class EarlyLaunch:
         if any(cannot[bucket.spec.index] for bucket in too_early):
             raise error_messages.contributor_after_launch(names, self._has_moved)
         for bucket in too_early:
-            log.warning(
+            log.log(
+                warning_level(self._set.process_group),
                 "%s: %s was launched inside the backward before all its gradients were there, because on some rank %s"
                 " got more than one gradient. It is launched again, and will no longer be launched early",
                 this_rank(),

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.errors import RanksDifferError, ReplicationError, name_values, this_rank
+from ddp_compile.errors import RanksDifferError, ReplicationError, name_values, this_rank, warning_level
 from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.collectives import gather_texts
 from ddp_compile.runtime.comm.exchange import Exchange
@@ -333,7 +333,8 @@ class Normalizer:
             return 1 / divisor
         if not total and not self._warned_of_zero:
             self._warned_of_zero = True
-            log.warning("%s: all counts of a step are zero (model.normalize_by), so its gradients are too", this_rank())
+            said = "%s: all counts of a step are zero (model.normalize_by), so its gradients are too"
+            log.log(warning_level(self._group), said, this_rank())
         scale = 1 / total if total else 0.0
         return self._on_device(scale) if self._has_streams else scale
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +37,11 @@ class Reducer(Step):
     def early_buckets(self) -> Sequence[Bucket]:
         """Those that compiled backwards have launched on this rank as soon as they were computed, in plan order."""
         return [bucket for bucket in self.buckets if bucket.was_launched_early]
+
+    @property
+    def used_by_nobody(self) -> Set[int]:
+        """Parameters of which no rank had a gradient, where that is allowed: in the last iteration that told."""
+        return self._policy.used_by_nobody
 
     @property
     def iteration_number(self) -> int:

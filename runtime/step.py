@@ -10,6 +10,7 @@ early that is.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import GradientArrivalError
+from ddp_compile.errors import GradientArrivalError, warning_level
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
@@ -42,6 +43,8 @@ from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.lifecycle import Event, Lifecycle, State, nothing_to_finalize
 from ddp_compile.runtime.normalizer import Normalizer
 
+log = logging.getLogger(__name__)
+
 
 class Step:
     """The steps of one module. `Reducer` adds what other code asks or sets between them.
@@ -49,6 +52,7 @@ class Step:
     Args:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
         builder: The module's plan; sealed at the first synchronized backward, before anything is launched.
+        requires_sync: Returns whether this is outside ``no_sync``.
         has_launches: Returns whether a graph was compiled whose backward hands buckets over. None on every rank if none
             ever will be.
         on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
@@ -67,6 +71,7 @@ class Step:
         config: ReplicateConfig,
         algorithm: CommAlgorithm,
         monitor: DesyncMonitor,
+        requires_sync: Callable[[], bool],
         has_launches: Callable[[], bool] | None,
         on_reduced: Callable[[], None],
         on_plan_sealed: Callable[[BucketPlan], None],
@@ -76,6 +81,8 @@ class Step:
         self._monitor = monitor
         self._on_reduced = on_reduced
         self._on_plan_sealed = on_plan_sealed
+        self._requires_sync = requires_sync
+        self._has_warned = False  # of a forward or backward alone inside ``no_sync``
         self._has_launches = has_launches or (lambda: False)
         self._lifecycle = Lifecycle()
         self._set = BucketSet(self.parameters, builder, process_group, config, monitor)
@@ -191,7 +198,8 @@ class Step:
             self._queue.algorithm.sharding.backward_begins()
             self.normalizer.gradients_arrive(lambda: self._hold_values(without=(index,)))
             self._note(index)
-            self._local_steps.gradient_arrives(index)
+            if self._local_steps.gradient_arrives(index):
+                self._compare_with_forward(is_reduced=False)
         elif not self._set.buckets and not phase.after_forward:
             self._note(index)
             self._alone.arrive(index)
@@ -241,6 +249,7 @@ class Step:
                 raise error_messages.not_finalized(f"a gradient of {self._set.names[arriving[0]]}")
             raise error_messages.out_of_step()
         if before is State.ARMED:
+            self._compare_with_forward(is_reduced=True)
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
             self._queue.records.backward_begins()
         if before is State.ARMED:
@@ -251,6 +260,12 @@ class Step:
             self._add_up_parameters()
         self._norm.backward_begins()
         self.normalizer.backward_begins(self._set.iteration.is_shadow)
+
+    def _compare_with_forward(self, is_reduced: bool) -> None:
+        """A backward begins: warn once if of forward and backward only one is inside ``no_sync``."""
+        if self._requires_sync() != is_reduced and not self._has_warned:
+            self._has_warned = True
+            log.log(warning_level(self._set.process_group), "%s", error_messages.half_in_no_sync(is_reduced))
 
     def _seal(self) -> None:
         """Agree on all that the ranks have to know before the first launch."""

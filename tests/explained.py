@@ -59,6 +59,21 @@ def loss_of(outputs: Any) -> Tensor:
     return outputs["hidden"].square().mean() + outputs["score"].mean()
 
 
+class Unused(Layers):
+    """A sequence, and a layer that nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def unused() -> Any:
+    return Unused(), torch.randn(8, WIDTH)
+
+
 def layers() -> Any:
     return Layers(), torch.randn(8, WIDTH)
 
@@ -71,11 +86,11 @@ def broken() -> Any:
     return Broken(), {"x": torch.randn(8, WIDTH)}
 
 
-def train(name: str, split: Any, backend: str) -> str:
+def train(name: str, split: Any, backend: str, **settings: Any) -> str:
     """On real ranks, three steps of what a function here returns; returns the explanation as JSON."""
     torch.manual_seed(0)
     module, inputs, *rest = globals()[name]()
-    model = ddp_compile(module, split=split, bucket_cap_mb=CAP_MIB, backend=backend)
+    model = ddp_compile(module, split=split, bucket_cap_mb=CAP_MIB, backend=backend, **settings)
     for _ in range(3):
         model.zero_grad()
         if isinstance(inputs, dict):

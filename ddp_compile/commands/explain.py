@@ -15,14 +15,14 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_compile import torch_internals
 from ddp_compile.api import ddp_compile
-from ddp_compile.commands.users_step import RETURNS, TracingError, UsersStep, loaded, raising_at, users_step
+from ddp_compile.commands.users_step import TracingError, UsersStep, loaded, raising_at, users_step
+from ddp_compile.config import caps_from_mib, in_mib
 from ddp_compile.module.explanation import TOO_EARLY, explain
 from ddp_compile.module.mixin import state_of
 from ddp_compile.module.replicate_state import ReplicateState
@@ -32,18 +32,6 @@ from ddp_compile.runtime.comm import error_messages
 from ddp_compile.torch_internals import fake_training
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments to its parser."""
-    parser.add_argument("function", metavar="module:function", help=f"a function without arguments; it must {RETURNS}")
-    parser.add_argument("--world-size", type=int, default=2, help="number of ranks (default: %(default)s)")
-    parser.add_argument(
-        "--split", choices=("auto", "forward", "backward", "none"), default="auto", help="as in ddp_compile()"
-    )
-    parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="as in ddp_compile()")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the explanation as JSON")
-    parser.add_argument("--html", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,11 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None and not arguments.json.parent.is_dir():
             raise ValueError(f"--json {arguments.json} cannot be written: no folder {arguments.json.parent}; create it")
         settings = {"split": arguments.split, "bucket_cap_mb": arguments.bucket_cap_mb}
+        if arguments.device is not None and arguments.bucket_cap_mb is None:
+            caps = caps_from_mib(None, 1.0, arguments.device, arguments.world_size)
+            settings["bucket_cap_mb"] = [cap / 2**20 for cap in caps]
         explanation = explain_function(arguments.function, arguments.world_size, settings)
     except (ValueError, TracingError) as error:
         print(f"explain: {error}", file=sys.stderr)
         return 2
     print(explanation)
+    if arguments.bucket_cap_mb is None:
+        device = arguments.device or explanation.plan.buckets[0].gradients[0].device
+        caps = caps_from_mib(None, 1.0, device, arguments.world_size)
+        print(f"assumed capacities: {in_mib(caps)}, the default for {device}; --device and --bucket-cap-mb have others")
     if arguments.json is not None:
         arguments.json.write_text(explanation.to_json(), "utf-8")
     return 0
@@ -109,14 +104,16 @@ def _explain_step(module: Any, step: UsersStep, fake_mode: Any) -> Explanation:
     for index, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(lambda _, index=index: note(index))
     with module.no_sync(), fake_mode:
-        with raising_at("the forward"):
+        no_inputs = "" if step.args or step.kwargs else " without inputs (to pass some, return (module, inputs))"
+        with raising_at(f"the forward{no_inputs}"):
             outputs = module(*step.args, **step.kwargs)
         with raising_at("the loss"):
             loss = step.loss(outputs)
             counts = fake_training.num_contributions(loss)
         with raising_at("the backward"):
             loss.backward()
-    if missing := {name: p for index, (name, p) in enumerate(state.reduced.items()) if index not in order}:
+    unused = set(range(len(parameters))) - order.keys()
+    if missing := {name: p for index, (name, p) in enumerate(state.reduced.items()) if index in unused}:
         log.warning("%s", error_messages.missing_gradients(missing, len(parameters), static_graph=False))
     plan = _sealed_plan(state, list(order))
     are_from_one_place = [counts[id(p)] == 1 and not have for p, have in zip(parameters, have_hooks, strict=True)]
@@ -125,7 +122,7 @@ def _explain_step(module: Any, step: UsersStep, fake_mode: Any) -> Explanation:
         for bucket in plan.buckets
         if not all(are_from_one_place[g.index] for g in bucket.gradients)
     }
-    return explain(state, plan, of_hooks)
+    return explain(state, plan, of_hooks, unused)
 
 
 def _sealed_plan(state: ReplicateState, order: list[int]) -> BucketPlan:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_compile.config import caps_from_mib
+from ddp_compile.commands.arguments import GONE
+from ddp_compile.config import caps_from_mib, in_mib
 from ddp_compile.errors import number_of
 from ddp_compile.plan.costs import Collective, Link
 from ddp_compile.plan.scenarios import Scenario, alone_s, scenarios
@@ -17,29 +18,6 @@ from ddp_compile.report.step_report import StepReport
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 from ddp_compile.validation.rates import Rate, parse_seconds
-
-#: Arguments that went, and what to do instead.
-_GONE = {
-    "function": "the profile has the model's gradients; leave module:function out",
-    "--tflops": "times come from measured steps only; pass --profile alone",
-    "--memory-bandwidth": "times come from measured steps only; pass --profile alone",
-    "--max-bucket-cap-mb": "pass bucket_cap_mb= to ddp_compile() to limit buckets, instead of a plan",
-    "--png": "run the command once for each --world-size",
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments to its parser."""
-    parser.add_argument("--profile", type=Path, metavar="FILE", required=True, help="JSON of a model.measure() report")
-    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: that of the profile)")
-    parser.add_argument("--bandwidth", metavar="RATE", help="of a node's link, such as 100gbit (default: as measured)")
-    parser.add_argument("--latency", default="20us", metavar="TIME", help="between two nodes (default: %(default)s)")
-    parser.add_argument("--intra-node", type=int, default=1, metavar="K", help="ranks that share a node's link")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the best plan for what was measured")
-    parser.add_argument("function", nargs="?", help=argparse.SUPPRESS)
-    for name in _GONE:
-        if name.startswith("--"):
-            parser.add_argument(name, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
         costs = costs_of(report, all_reduce)
         specs = [gradient for bucket in plan.buckets for gradient in bucket.gradients]
         gradients = sorted((replace(each, owner=None) for each in specs), key=lambda each: each.index)
-        caps = caps_from_mib(None, 1.0, report.device, world_size)
+        device = arguments.device or report.device
+        caps = caps_from_mib(None, 1.0, device, world_size)
         found = list(scenarios(gradients, costs, world_size, caps))
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
@@ -64,13 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     alone = f"{alone_s(gradients, costs) * 1e3:.2f} ms a step on one rank"
     print(f"{size}; {alone}, from {number_of(len(report.steps), 'step')} of {arguments.profile}{unknown}")
     print(f"{number_of(world_size, 'rank')}, link: {link}")
+    print(f"default capacities: {in_mib(caps)}, those for {device}; --device has others")
     print(_table(found, alone_s(gradients, costs)))
     print(_advice(found, report.algorithm == ShardedAlgorithm.name, arguments.save))
     return 0
 
 
 def _refuse_gone(arguments: argparse.Namespace) -> None:
-    for name, way_out in _GONE.items():
+    for name, way_out in GONE.items():
         if (value := getattr(arguments, name.lstrip("-").replace("-", "_"))) is not None:
             shown = f"{name} {value}" if name.startswith("--") else repr(value)
             raise ValueError(f"{shown} is no longer an argument: {way_out}")

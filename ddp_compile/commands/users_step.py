@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
+from ddp_compile.commands.arguments import RETURNS
 from ddp_compile.errors import with_article
 from ddp_compile.functions import is_replicated
 from ddp_compile.torch_internals import fake_training
 from ddp_compile.validation.named_functions import load_function
-
-RETURNS = "return a module, (module, inputs), (module, args, kwargs) or (module, args, kwargs, loss)"
 
 _PLAIN_MODULE = "return the module as it is: this command calls ddp_compile itself"
 #: Ways out of errors, by the name of a function that the user's code called, or by a word of the error.

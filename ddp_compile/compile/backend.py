@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from ddp_compile import torch_internals
@@ -20,7 +21,7 @@ from ddp_compile.compile.graph_report import GraphReport, parts_of
 from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FOR_INDUCTOR, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.config import SplitMode
-from ddp_compile.errors import CompilationError, number_of, shorten_names, this_rank
+from ddp_compile.errors import CompilationError, number_of, shorten_names, this_rank, warning_level
 from ddp_compile.graph_ops import await_before, gathers_parameters, watch_parameters
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
@@ -54,6 +55,7 @@ class TrainingBackend:
     Args:
         builder: The module's plan, which every graph extends until it is sealed.
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
+        modules: Name of each submodule, by ``id``.
         split: ``"forward"`` cuts graphs at bucket boundaries, ``"backward"`` leaves them whole and launches buckets
             inside the backward, ``"auto"`` does the latter with graphs that cannot be cut for every bucket.
         reducer_id: Number by which compiled code finds the reducer.
@@ -65,6 +67,7 @@ class TrainingBackend:
         compiler: GraphCompiler,
         builder: PlanBuilder,
         parameters: Mapping[int, int],
+        modules: Mapping[int, str],
         split: SplitMode,
         launches_in_backward: bool,
         reducer_id: int,
@@ -73,6 +76,7 @@ class TrainingBackend:
         self.compiler = compiler
         self.builder = builder
         self.parameters = parameters
+        self.modules = modules
         self.split = split
         self.reducer_id = reducer_id
         self.reports: list[GraphReport] = []
@@ -137,7 +141,7 @@ class TrainingBackend:
     def _compile_parts(self, result: PassResult, graph: _Graph) -> Callable[..., Any]:
         parts = parts_of(result.gm, graph.parameter_of)
         report = GraphReport(graph.number, graph.buckets, parts, result.declined)
-        self.reports.append(report.with_lines_of(result.gm))
+        self.reports.append(report.with_places_of(result.gm, self.modules))
         num_buckets, num_parts = number_of(len(graph.buckets), "bucket"), number_of(len(parts), "partition")
         log.info("%s: %s, %s", graph.name, num_buckets, num_parts)
         if len(parts) == 1:
@@ -172,7 +176,7 @@ class TrainingBackend:
         )
         report = GraphReport(graph.number, graph.buckets, (part,), launches_in_backward=True, not_cut=not_cut)
         reports = self.reports
-        reports.append(report := report.with_lines_of(gm))
+        reports.append(report := report.with_places_of(gm, self.modules))
         log.info("%s: %s, launched inside its backward", graph.name, number_of(len(graph.buckets), "bucket"))
 
         def insert_launches(backward: fx.GraphModule, is_inductors: bool) -> None:
@@ -257,7 +261,7 @@ def _parts_are_equal(graph: _Graph) -> bool:
     return False
 
 
-def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:
+def launches_in_backward(split: SplitMode, compiler: GraphCompiler, process_group: dist.ProcessGroup) -> bool:
     """Whether buckets may be launched inside compiled backwards; the same on every rank.
 
     Raises:
@@ -267,7 +271,8 @@ def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:
         return False
     can_edit = compiler.can_edit()
     if split == "backward" and not can_edit:
-        log.warning(
+        log.log(
+            warning_level(process_group),
             "split='backward' needs a backend that is known to compile the operators of ddp_compile (inductor,"
             " compile_fx, aot_eager), which %s is not: graphs are cut in the forward instead",
             getattr(compiler.inner, "compiler_name", compiler.inner),

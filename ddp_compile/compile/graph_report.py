@@ -34,6 +34,7 @@ class GraphReport(NamedTuple):
     launches_in_backward: bool = False
     not_cut: tuple[Declined, ...] = ()  #: of a graph left whole since it could not be cut for every bucket
     lines: Mapping[str, UserLine] = MappingProxyType({})  #: of the user, by name of the nodes that are named here
+    modules: Mapping[str, str] = MappingProxyType({})  #: the innermost modules whose calls have these nodes, by name
 
     @property
     def num_buckets(self) -> int:
@@ -43,14 +44,21 @@ class GraphReport(NamedTuple):
     def num_partitions(self) -> int:
         return len(self.parts)
 
-    def with_lines_of(self, gm: fx.GraphModule) -> GraphReport:
-        """The report with the user's lines, given the graph that it is about."""
-        names = [declined.node for declined in (*self.declined, *self.not_cut)]
-        named = {*names, *(part.first_node for part in self.parts)}
+    def with_places_of(self, gm: fx.GraphModule, names: Mapping[int, str]) -> GraphReport:
+        """The report with the user's lines and modules.
+
+        Args:
+            gm: The graph that it is about.
+            names: Of the module's submodules, by ``id``.
+        """
+        of_declined = [declined.node for declined in (*self.declined, *self.not_cut)]
+        named = {*of_declined, *(part.first_node for part in self.parts)}
         graphs = [gm, *(getattr(gm, name) for name in partition_names(gm))]
         nodes = [node for part in graphs for node in part.graph.nodes if node.name in named]
         found = {node.name: torch_internals.user_line_of(node) for node in nodes}
-        return self._replace(lines={name: line for name, line in found.items() if line is not None})
+        lines = {name: line for name, line in found.items() if line is not None}
+        inside = {node.name: [names[i] for i in torch_internals.modules_of(node) if i in names] for node in nodes}
+        return self._replace(lines=lines, modules={name: modules[0] for name, modules in inside.items() if modules})
 
 
 def parts_of(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> tuple[GraphPart, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,8 +33,10 @@ class CompileSettings:
         if dynamic not in (None, True, False):
             raise ValueError(f"dynamic={dynamic!r} is not known; pass True, False or None")
         if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
-            known = ", ".join(sorted(torch.compiler.list_backends(exclude_tags=())))
-            raise ValueError(f"backend={backend!r} is not known; pass a function or one of {known}")
+            close = difflib.get_close_matches(backend, torch.compiler.list_backends(exclude_tags=()), n=1)
+            meant = f"did you mean {close[0]!r}? Or " if close else ""
+            usual = ", ".join(sorted(["eager", "aot_eager", *torch.compiler.list_backends()]))  # not all for debugging
+            raise ValueError(f"backend={backend!r} is not known; {meant}pass a function or one of {usual}")
         if options and options.get("keep_output_stride") is False:
             raise ValueError(
                 "options={'keep_output_stride': False} cannot be used: values that cross between parts of a graph are"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +32,21 @@ if TYPE_CHECKING:
 TOO_EARLY = "another gradient came after it had been launched, or hooks see its gradients, so its hooks launch it"
 
 
-def explain(state: ReplicateState, plan: BucketPlan, of_hooks: Mapping[int, str] | None = None) -> Explanation:
+def explain(
+    state: ReplicateState,
+    plan: BucketPlan,
+    of_hooks: Mapping[int, str] | None = None,
+    unused: Set[int] = frozenset(),
+) -> Explanation:
     """See `Explanation`.
 
     Args:
         state: The module's.
         plan: Its plan, or the plan so far.
         of_hooks: As from `buckets_of_hooks`, which is called if it is None.
+        unused: Parameters without a gradient, beside those of which the reducer knows that no rank uses them.
     """
+    unused = unused | state.reducer.used_by_nobody
     of_hooks = buckets_of_hooks(state) if of_hooks is None else of_hooks
     return Explanation(
         model=state.model,
@@ -50,10 +57,10 @@ def explain(state: ReplicateState, plan: BucketPlan, of_hooks: Mapping[int, str]
             *state.compile_settings.chosen,
         ),
         plan=plan,
-        launches=tuple(BucketLaunch(bucket.index, *_launch(state, bucket, of_hooks)) for bucket in plan.buckets),
+        launches=tuple(BucketLaunch(each.index, *_launch(state, each, of_hooks, unused)) for each in plan.buckets),
         graphs=tuple(_explain_graph(report, plan) for report in state.backend.reports),
         regions=tuple(state.regions.explain(compiled_only=bool(state.breaks))),
-        in_no_graph=_in_no_graph(state, plan),
+        in_no_graph=_in_no_graph(state, plan, unused),
         breaks=tuple(_breaks(state.breaks)),
         sharding=tuple(state.reducer.algorithm.sharding.explain()),
         averaging=tuple(state.reducer.explain_averaging()),
@@ -71,13 +78,13 @@ def buckets_of_hooks(state: ReplicateState) -> dict[int, str]:
     return {index: TOO_EARLY for index, bucket in enumerate(state.reducer.buckets) if bucket.was_launched_too_early}
 
 
-def _launch(state: ReplicateState, bucket: BucketSpec, of_hooks: Mapping[int, str]) -> tuple[bool, str]:
+def _launch(
+    state: ReplicateState, bucket: BucketSpec, of_hooks: Mapping[int, str], unused: Set[int]
+) -> tuple[bool, str]:
     """Whether a bucket is launched early, and where or why not."""
-    if state.process_group.size() == 1 and not state.reducer.algorithm.traits.beyond_group:
-        return False, "there is one rank, so nothing is sent"
-    if not state.backend.reports and not state.regions.num_training_graphs:
-        return False, "nothing has been compiled for training"
     indices = {gradient.index for gradient in bucket.gradients}
+    if reason := _reason_not_to(state, indices, unused):
+        return False, reason
     report = next((r for r in reversed(state.backend.reports) if _gets_gradients(r, indices)), None)
     if report is None:
         in_region = not indices.isdisjoint(state.builder.region_of)
@@ -100,6 +107,15 @@ def _launch(state: ReplicateState, bucket: BucketSpec, of_hooks: Mapping[int, st
     return False, of_hooks[bucket.index]
 
 
+def _reason_not_to(state: ReplicateState, indices: Set[int], unused: Set[int]) -> str:
+    """Why a bucket is not launched early, whatever its graph is; empty if it may be."""
+    if state.process_group.size() == 1 and not state.reducer.algorithm.traits.beyond_group:
+        return "there is one rank, so nothing is sent"
+    if not state.backend.reports and not state.regions.num_training_graphs:
+        return "nothing has been compiled for training"
+    return "its parameters got no gradient" if indices <= unused else ""
+
+
 def _declined(report: GraphReport, indices: set[int]) -> str:
     """Why passes left a bucket to its hooks; empty if they did not."""
     numbers = [bucket.index for bucket in report.buckets if not indices.isdisjoint(g.index for g in bucket.gradients)]
@@ -113,10 +129,10 @@ def _gets_gradients(report: GraphReport, indices: set[int]) -> bool:
 
 def _explain_graph(report: GraphReport, plan: BucketPlan) -> GraphExplanation:
     def refusals(declined: Sequence[Declined]) -> tuple[Refusal, ...]:
-        return tuple(
-            Refusal(each.node, each.reason, bucket_of(each.bucket), _source(each.line or report.lines.get(each.node)))
-            for each in declined
-        )
+        return tuple(Refusal(each.node, each.reason, bucket_of(each.bucket), *place(each)) for each in declined)
+
+    def place(declined: Declined) -> tuple[str | None, SourceLine | None]:
+        return report.modules.get(declined.node), _source(declined.line or report.lines.get(declined.node))
 
     def bucket_of(index: int | None) -> int | None:
         """The number in the plan of a bucket that had another one when the graph was compiled."""
@@ -127,6 +143,7 @@ def _explain_graph(report: GraphReport, plan: BucketPlan) -> GraphExplanation:
         Partition(
             tuple(sorted({plan.bucket_of_parameter[index] for index in part.reads})),
             part.first_node,
+            report.modules.get(part.first_node or ""),
             _source(report.lines.get(part.first_node or "")),
         )
         for part in report.parts
@@ -150,8 +167,8 @@ def _breaks(breaks: GraphBreaks) -> list[Break]:
     return [Break("the first graph break", first.reason, SourceLine(*first.place))] if first is not None else []
 
 
-def _in_no_graph(state: ReplicateState, plan: BucketPlan) -> tuple[int, ...]:
-    eager = [bucket for bucket in plan.buckets if bucket.frame is None]
+def _in_no_graph(state: ReplicateState, plan: BucketPlan, unused: Set[int]) -> tuple[int, ...]:
+    eager = [b for b in plan.buckets if b.frame is None and not {g.index for g in b.gradients} <= unused]
     # If nothing is compiled yet, the table says everything.
     if len(eager) == len(plan.buckets) or (state.regions and not state.breaks):
         return ()

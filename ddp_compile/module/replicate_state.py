@@ -16,7 +16,7 @@ from ddp_compile import torch_internals
 from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank
+from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank, warning_level
 from ddp_compile.features.algorithm_switch import refuse_objection
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
@@ -31,7 +31,7 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.desync.model_order import is_agreement_point
-from ddp_compile.runtime.desync.monitor import DesyncMonitor
+from ddp_compile.runtime.desync.monitor import DesyncMonitor, replicating
 from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.torch_internals import GraphBreaks
 from ddp_compile.validation.description import describe_gradients, describe_module
@@ -76,21 +76,22 @@ class ReplicateState:
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         self._select_parameters(module)
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph)
-        in_backward = not regions and launches_in_backward(config.split, self.compiler)
-        algorithm = build_algorithm(algorithm_config, process_group)
-        gradients = describe_gradients(module, self.reduced, config.reduce_dtype)
-        saved = load_for(config.bucket_plan, gradients)
-        self._agree(module, algorithm, in_backward, regions, saved)
-        self.monitor = DesyncMonitor(process_group, self.device, self.model, config.check_replicas)
-        self.buffers = ReplicatedBuffers(
-            module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
-        )
-        self.optimizers = OptimizersInBackward(self.reduced)
-        self.uneven_inputs = UnevenInputs(self)
-        refuse_gradients(algorithm, gradients)
-        refuse_pairs(in_force(self, algorithm))
-        if config.init_sync:
-            broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
+        in_backward = not regions and launches_in_backward(config.split, self.compiler, process_group)
+        with replicating(process_group, self.model):
+            algorithm = build_algorithm(algorithm_config, process_group)
+            gradients = describe_gradients(module, self.reduced, config.reduce_dtype)
+            saved = load_for(config.bucket_plan, gradients)
+            self._agree(module, algorithm, in_backward, regions, saved)
+            self.monitor = DesyncMonitor(process_group, self.device, self.model, config.check_replicas)
+            self.buffers = ReplicatedBuffers(
+                module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
+            )
+            self.optimizers = OptimizersInBackward(self.reduced)
+            self.uneven_inputs = UnevenInputs(self)
+            refuse_gradients(algorithm, gradients)
+            refuse_pairs(in_force(self, algorithm))
+            if config.init_sync:
+                broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         step_watch.attach(algorithm, self.reduced)
         region_of = region_of_parameters(list(self.reduced), regions)
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
@@ -104,6 +105,7 @@ class ReplicateState:
             config=config,
             algorithm=algorithm,
             monitor=self.monitor,
+            requires_sync=lambda: self.requires_sync,
             has_launches=(lambda: self.backend.has_launches) if in_backward else None,
             on_reduced=self.optimizers.step,
             on_plan_sealed=self._warn_without_overlap,
@@ -163,11 +165,12 @@ class ReplicateState:
         from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend
 
         config, numbers = self.config, {id(p): i for i, p in enumerate(self.reduced.values())}
+        names = {id(submodule): name for name, submodule in module.named_modules() if name}
         # Gradients that are not sent or not views need not move, and gradients that may be added to must not.
         are_views = config.gradient_as_bucket_view and config.reduce_dtype is None
         moves = config.static_graph and are_views and self.process_group.size() > 1
         self.backend: TrainingBackend = TrainingBackend(
-            self.compiler, self.builder, numbers, config.split, in_backward, next_reducer_id(), moves
+            self.compiler, self.builder, numbers, names, config.split, in_backward, next_reducer_id(), moves
         )
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.breaks = GraphBreaks()
@@ -411,7 +414,7 @@ class ReplicateState:
                 " broadcast before them; call the module: model(x)"
             )
         if warning is not None:
-            log.warning("%s", warning)
+            log.log(warning_level(self.process_group), "%s", warning)
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:

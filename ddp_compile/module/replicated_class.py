@@ -15,7 +15,7 @@ from torch import nn
 from ddp_compile.algorithms import AlgorithmConfig
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import this_rank
+from ddp_compile.errors import this_rank, warning_level
 from ddp_compile.module.mixin import STATE, ReplicatedModule, state_of
 from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.validation.wrappers import adapters_after_replication
@@ -56,8 +56,10 @@ def replicate(
     module.__dict__[STATE] = ReplicateState(module, process_group, config, algorithm, compile_settings)
     module.__class__ = replicated
     for name in kept:
-        log.warning(
-            "%s: model.%s remains the attribute of %s; write ddp_compile.%s(model) to call that of ddp_compile",
+        log.log(
+            warning_level(process_group),
+            "%s: model.%s remains the attribute of %s; for that of ddp_compile, call the function: from ddp_compile"
+            " import %s",
             this_rank(),
             name,
             original.__name__,

@@ -31,7 +31,7 @@ class Advice:
         kind: ``"reduce"`` or ``"gather"`` for exposed transfers, ``"late"`` for late ranks.
         bucket: Index of the bucket; None if it is about several, or about ranks.
         ranks: Global ranks that are nearly always late; empty if none is, or if it is about buckets.
-        seconds: How long every rank waits, or by how much the late ranks are late; a median.
+        seconds: A median: the longest that a rank waits, as in the page's table, or by how much ranks are late.
         text: A sentence without its period.
     """
 
@@ -63,27 +63,27 @@ def _exposed(report: MeasuredSteps, least_s: float) -> Iterator[Advice]:
     times = median_times(report.steps)
     for kind in get_args(Kind):
         own = {bucket: each for (its_kind, bucket), each in times.items() if its_kind == kind}
-        costly = [bucket for bucket, each in own.items() if each.least_exposed_s >= least_s]
-        total_s = sum(each.least_exposed_s for each in own.values())
+        costly = [bucket for bucket, each in own.items() if each.exposed_s >= least_s]
+        total_s = sum(each.exposed_s for each in own.values())
         for bucket in costly:
             text = _gathered(bucket, own) if kind == "gather" else _reduced(report, bucket, own, least_s)
-            yield Advice(kind=kind, bucket=bucket, ranks=(), seconds=own[bucket].least_exposed_s, text=text)
+            yield Advice(kind=kind, bucket=bucket, ranks=(), seconds=own[bucket].exposed_s, text=text)
         if not costly and total_s >= least_s:
-            num = sum(each.least_exposed_s > 0 for each in own.values())
-            text = f"{number_of(num, _NOUN[kind])} {'is' if num == 1 else 'are'} exposed on every rank, each for less"
+            num = sum(each.exposed_s > 0 for each in own.values())
+            text = f"{number_of(num, _NOUN[kind])} {'is' if num == 1 else 'are'} exposed, each for less"
             text += f" than {format_ms(least_s)} and together for {format_ms(total_s)} in the median"
             yield Advice(kind=kind, bucket=None, ranks=(), seconds=total_s, text=text)
 
 
 def _gathered(bucket: int, times: Mapping[int, Times]) -> str:
-    waited = format_ms(times[bucket].least_exposed_s)
-    return f"on every rank, the forward waits {waited} for the gather of bucket {bucket} in the median"
+    waited = format_ms(times[bucket].exposed_s)
+    return f"the forward waits {waited} for the gather of bucket {bucket} in the median"
 
 
 def _reduced(report: MeasuredSteps, bucket: int, times: Mapping[int, Times], least_s: float) -> str:
     names = shorten_names([shorten(gradient.fqn) for gradient in report.buckets[bucket].gradients])
-    exposed = format_ms(times[bucket].least_exposed_s)
-    text = f"bucket {bucket} ({names}) is exposed for {exposed} on every rank in the median"
+    exposed = format_ms(times[bucket].exposed_s)
+    text = f"bucket {bucket} ({names}) is exposed for {exposed} in the median"
     reason = _reason(report, bucket, times, least_s)
     return f"{text}: {reason}" if reason else text
 
@@ -94,7 +94,7 @@ def _reason(report: MeasuredSteps, bucket: int, times: Mapping[int, Times], leas
     queued_s = own.began - own.launched
     if queued_s >= least_s:
         return f"the transfers before it end {format_ms(queued_s)} after its launch"
-    if is_last and own.transfer_s is not None and own.least_exposed_s >= _ALL * own.transfer_s:
+    if is_last and own.transfer_s is not None and own.exposed_s >= _ALL * own.transfer_s:
         return "it is launched last and nothing is left to hide it"
     launches = report.explanation.launches if report.explanation else ()
     launch = next((each for each in launches if each.bucket == bucket), None)

@@ -13,7 +13,7 @@ from ddp_compile.errors import format_ranks, number_of, shorten_names
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.plan.typed_json import from_document
 
-_JSON_VERSION = 1
+_JSON_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Refusal:
         node: Name of the graph's node at which it was planned.
         reason: Why it was not made, and what happens instead. The reason numbers buckets as the plan did at that time.
         bucket: Index in the plan of the bucket that it concerns.
+        module: Name of the submodule in whose call the node is, if it is known and not the model itself.
         source: The user's line that the node comes from; for the output node, the line that the bucket's last gradient
             comes from. None if there is none.
     """
@@ -49,6 +50,7 @@ class Refusal:
     node: str
     reason: str
     bucket: int | None
+    module: str | None
     source: SourceLine | None
 
 
@@ -59,11 +61,13 @@ class Partition:
     Args:
         buckets: Indices in the plan of the buckets whose parameters it reads.
         first_node: Name of its first node, before which the graph is cut; None in the first partition.
+        module: As in `Refusal`.
         source: The user's line that this node comes from, if it is known.
     """
 
     buckets: tuple[int, ...]
     first_node: str | None
+    module: str | None
     source: SourceLine | None
 
 
@@ -94,11 +98,12 @@ class GraphExplanation:
         buckets = number_of(self.num_buckets, "bucket")
         yield f"graph {self.number}: {buckets}, {how or number_of(len(self.partitions), 'partition')}"
         for part in self.partitions[1:]:
-            yield from _with_source(f"  cut at {part.first_node}", part.source)
+            yield from _with_source(f"  cut at {_place(part.first_node, part.module)}", part.source)
         for each in self.not_cut:
-            yield from _with_source(f"  not cut in the forward at {each.node}: {each.reason}", each.source)
+            at = _place(each.node, each.module)
+            yield from _with_source(f"  not cut in the forward at {at}: {each.reason}", each.source)
         for each in self.refusals:
-            yield from _with_source(f"  at {each.node}: {each.reason}", each.source)
+            yield from _with_source(f"  at {_place(each.node, each.module)}: {each.reason}", each.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +271,10 @@ class Explanation:
 
 def _buckets(indices: Sequence[int]) -> str:
     return f"bucket{'' if len(indices) == 1 else 's'} {format_ranks(indices)}"
+
+
+def _place(node: str | None, module: str | None) -> str:
+    return f"{module} ({node})" if module else str(node)
 
 
 def _with_source(line: str, source: SourceLine | None) -> Iterator[str]:

@@ -12,7 +12,7 @@ from ddp_compile.report.spans import spans_of
 from ddp_compile.report.steps import MeasuredSteps, Step
 from ddp_compile.report.text import format_ms, shorten
 from ddp_compile.report.timeline import BACKWARD, BUCKETS, EXPOSED, FORWARD, LATE, LAUNCH, render_timeline
-from ddp_compile.report.timing import median_step, median_times
+from ddp_compile.report.timing import median_step, median_times, median_totals
 
 _STYLE = f"""
 :root{{color-scheme:light dark;--page:#fff;--text:#1f2328;--soft:#656d76;--line:#d8dee4;--panel:#f6f8fa;
@@ -83,7 +83,7 @@ def render_page(report: MeasuredSteps) -> str:
     body = [
         f"<h1>{title}</h1>",
         f'<p class="soft">{escape(_setting(report))}</p>',
-        f'<p class="summary">Step {step.number}: {escape(str(step))}</p>',
+        f'<p class="summary">{_headline(report)}</p>',
         "<h2>What to look at</h2>",
         *_advice(report),
         *_timeline(report, step),
@@ -97,6 +97,20 @@ def render_page(report: MeasuredSteps) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n{chr(10).join(body)}\n</body></html>\n"
     )
+
+
+def _headline(report: MeasuredSteps) -> str:
+    """The medians of all steps, and the bucket with the longest exposed time of the table."""
+    least_s, times = least_seconds(report), median_times(report.steps)
+    shown = {
+        name: time
+        for name, time in median_totals(report.steps).items()
+        if name != "launching" or (time or 0) >= least_s
+    }
+    parts = [f"{'step' if name == 'all' else name} {format_ms(time)}" for name, time in shown.items()]
+    (_, bucket), longest = max(times.items(), key=lambda item: item[1].exposed_s, default=(("", 0), None))
+    where = f" (most in bucket {bucket})" if longest is not None and longest.exposed_s >= least_s else ""
+    return f"Medians of {number_of(len(report.steps), 'step')}: {', '.join(parts)}{where}"
 
 
 def _setting(report: MeasuredSteps) -> str:
@@ -119,7 +133,7 @@ def _advice(report: MeasuredSteps) -> Iterator[str]:
         yield f"<p>Fewer than {FEWEST_STEPS} steps were measured, which is too few for advice.</p>"
     else:
         least = format_ms(least_seconds(report))
-        yield f"<p>In the median, no bucket is exposed on every rank for {least}, and no rank is that late.</p>"
+        yield f"<p>In the median, no bucket is exposed for {least}, and no rank is that late.</p>"
 
 
 def _timeline(report: MeasuredSteps, step: Step) -> Iterator[str]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 
 from ddp_compile.errors import number_of, this_rank, with_article
 from ddp_compile.plan.spec import BucketPlan
@@ -17,6 +15,7 @@ from ddp_compile.report.advice import Advice, advise
 from ddp_compile.report.explanation import Explanation
 from ddp_compile.report.steps import LEAST_SHARE, MeasuredSteps, Step
 from ddp_compile.report.text import format_ms
+from ddp_compile.report.timing import median_totals, totals
 
 _MOST_ROWS = 20
 
@@ -100,8 +99,9 @@ class StepReport(MeasuredSteps):
             f" {number_of(len(self.steps[0].ranks), 'rank')}, {number_of(len(self.buckets), 'bucket')}, plan"
             f" {self.plan.digest}; times in ms, clocks within {self.clock_error_s * 1e3:.3f} ms"
         )
-        header = ["step", "all", "compute", "launching", "communication", "exposed", "most in", "late"]
-        rows = [header, *map(_row, self.steps[-_MOST_ROWS:]), _medians(self.steps)]
+        medians = median_totals(self.steps)
+        rows = [["step", *medians, "most in", "late"], *map(_row, self.steps[-_MOST_ROWS:])]
+        rows.append(["median", *(format_ms(time, "") for time in medians.values()), "", ""])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
         return "\n".join([heading, *table, *filter(None, [self.unknown_ends])])
@@ -116,17 +116,7 @@ def _row(step: Step) -> list[str]:
     bucket = step.most_exposed_bucket
     return [
         str(step.number),
-        *(format_ms(time, "") for time in _times(step)),
+        *(format_ms(time, "") for time in totals(step).values()),
         "" if bucket is None else f"bucket {bucket}",
         f"{format_ms(late_s, '')} (rank {rank})" if late_s >= LEAST_SHARE * step.duration_s else "",
     ]
-
-
-def _times(step: Step) -> list[float | None]:
-    return [step.duration_s, step.computation_s, step.launching_s, step.communication_s, step.exposed_s]
-
-
-def _medians(steps: Sequence[Step]) -> list[str]:
-    columns = zip(*map(_times, steps), strict=True)
-    known = [[time for time in column if time is not None] for column in columns]
-    return ["median", *(format_ms(median(times) if times else None, "") for times in known), "", ""]

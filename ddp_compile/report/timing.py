@@ -18,7 +18,6 @@ class Times(NamedTuple):
         began: When data began to move: with the last launch, or with the end of the transfer before it.
         transfer_s: From then until the result was complete on every rank; None if that is not known.
         exposed_s: The longest that a rank waited for it, without its wait for late ranks.
-        least_exposed_s: The shortest: what every rank waited.
     """
 
     ready: float
@@ -26,12 +25,29 @@ class Times(NamedTuple):
     began: float
     transfer_s: float | None
     exposed_s: float
-    least_exposed_s: float
 
 
 def median_step(steps: Sequence[Step]) -> Step:
     """The step of median length."""
     return sorted(steps, key=lambda step: step.duration_s)[(len(steps) - 1) // 2]
+
+
+def totals(step: Step) -> dict[str, float | None]:
+    """The times of a step by what they are of; None if not known."""
+    return {
+        "all": step.duration_s,
+        "compute": step.computation_s,
+        "launching": step.launching_s,
+        "communication": step.communication_s,
+        "exposed": step.exposed_s,
+    }
+
+
+def median_totals(steps: Sequence[Step]) -> dict[str, float | None]:
+    """Medians of `totals`, each over the steps in which it is known."""
+    columns = {name: [totals(step)[name] for step in steps] for name in totals(steps[0])}
+    known = {name: [time for time in times if time is not None] for name, times in columns.items()}
+    return {name: median(times) if times else None for name, times in known.items()}
 
 
 def median_times(steps: Sequence[Step]) -> dict[tuple[Kind, int], Times]:
@@ -44,9 +60,9 @@ def median_times(steps: Sequence[Step]) -> dict[tuple[Kind, int], Times]:
 
 
 def _times(transfer: TransferOverRanks) -> Times:
-    exposed = [transfer.exposed_s(rank) for rank in transfer.by_rank]
+    exposed_s = max(transfer.exposed_s(rank) for rank in transfer.by_rank)
     ready = max(own.ready for own in transfer.by_rank.values())
-    return Times(ready, transfer.launched, transfer.began, transfer.transfer_s, max(exposed), min(exposed))
+    return Times(ready, transfer.launched, transfer.began, transfer.transfer_s, exposed_s)
 
 
 def _median(times: Sequence[Times]) -> Times:
@@ -57,5 +73,4 @@ def _median(times: Sequence[Times]) -> Times:
         began=median(each.began for each in times),
         transfer_s=median(known) if len(known) == len(times) else None,
         exposed_s=median(each.exposed_s for each in times),
-        least_exposed_s=median(each.least_exposed_s for each in times),
     )

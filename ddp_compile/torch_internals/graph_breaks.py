@@ -15,7 +15,7 @@ import linecache
 import os
 import re
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +134,14 @@ def user_line_of(node: fx.Node) -> UserLine | None:
         if is_of_users(file):
             return user_line(file, int(line))
     return None
+
+
+def modules_of(node: fx.Node) -> Iterator[int]:
+    """The ids of the modules in whose calls Dynamo met a node, the innermost first."""
+    for key in reversed(node.meta.get("nn_module_stack", {})):
+        module, _, _ = key.partition("@")  # what follows counts the calls
+        if module.isdecimal():  # not with torch._dynamo.config.inline_inbuilt_nn_modules=False
+            yield int(module)
 
 
 def user_line(file: str, line: int) -> UserLine:

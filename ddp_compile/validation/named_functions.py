@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Collection
+from pathlib import PurePath
 from typing import Any
 
 from ddp_compile.errors import with_article
@@ -20,6 +21,12 @@ def load_function(setting: str, name: str, known: Collection[str]) -> Callable[.
     if not colon:
         one_of = f"one of {', '.join(known)}, or " if known else ""
         raise ValueError(f"{setting} {name!r} is not known; pass {one_of}your own module:function")
+    if module_name.endswith(".py") or "/" in module_name:
+        dotted = ".".join(PurePath(module_name).with_suffix("").parts)
+        raise ValueError(
+            f"{setting} {name!r} has a path before the colon; pass {dotted}:{function_name}, the module's name as in an"
+            " import"
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

@@ -225,6 +225,16 @@ def not_finalized(what: str) -> ReductionError:
     )
 
 
+def half_in_no_sync(is_reduced: bool) -> str:
+    """A warning: of a forward and its backward, only one was called inside ``no_sync``."""
+    backward = "inside no_sync() is reduced" if is_reduced else "outside no_sync() is not reduced"
+    forward = "outside" if is_reduced else "inside"
+    return (
+        f"{this_rank()}: a backward {backward}, since the last forward was {forward}: the forward decides,"
+        " as with DistributedDataParallel. Put forward and backward of a micro-batch both inside, or both outside"
+    )
+
+
 def manual_finalization_in_backward(required: bool) -> RuntimeError:
     return RuntimeError(
         f"{this_rank()}: require_manual_backward_finalization = {required} was set while a backward has not been"

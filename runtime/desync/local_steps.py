@@ -25,12 +25,14 @@ class LocalSteps:
         self._value_before = 0
         self._gradient_before: tuple[int, int] | None = None
 
-    def gradient_arrives(self, index: int) -> None:
-        """A parameter's gradient has been accumulated inside ``no_sync``."""
+    def gradient_arrives(self, index: int) -> bool:
+        """A parameter's gradient has been accumulated inside ``no_sync``: whether it is the first since a forward."""
+        is_first = self._watched is None
         if self._watched is None or self._watched == index:
             self._watched = index
             self._value_before = self._parameters[index]._version
             self._gradient_before = self._gradient_of(index)
+        return is_first
 
     def forward_begins(self) -> None:
         """A forward with gradients begins, inside ``no_sync`` or not."""

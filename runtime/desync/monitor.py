@@ -229,17 +229,27 @@ class DesyncMonitor(AgreementPoints):
         self._statuses.raised(error)
 
     def report_failure(self, error: ReductionError, what: str = "") -> ReductionError:
-        """The error of a failed collective, with a table of where every rank is.
+        """See `RankStatuses.report_failure`."""
+        return self._statuses.report_failure(error, what)
 
-        Waits about a second for ranks whose collectives fail at the same time.
 
-        Args:
-            what: Text after the step that this rank is in, ", bucket 0" for example.
-        """
-        if len(self._ranks) == 1:
-            return error
-        self._statuses.fail(f"{what}: failed")
-        return ReductionError(f"{error}\n{self._statuses.report()}")
+@contextmanager
+def replicating(process_group: dist.ProcessGroup, class_name: str) -> Iterator[None]:
+    """A context for what the ranks exchange before they have a `DesyncMonitor`; errors say who has come.
+
+    Raises:
+        ReductionError: In place of the RuntimeError of a collective inside.
+    """
+    call = f"ddp_compile() of {class_name}"
+    store, ranks = GroupStore(process_group, "ddp_compile/calls/"), dist.get_process_group_ranks(process_group)
+    statuses = RankStatuses(store, dist.get_rank(), ranks, f"in {call}")
+    try:
+        with Exchange(f"exchange of {call} between the ranks", statuses):
+            yield
+    except Exception as error:
+        statuses.raised(error)
+        raise
+    statuses.note(f"{call} has returned", waits_for_all=True)
 
 
 def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:

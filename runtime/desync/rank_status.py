@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ddp_compile.errors import format_ranks
+from ddp_compile.errors import ReductionError, format_ranks
 from ddp_compile.runtime.desync.gathering import Gathering
 from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
 
@@ -53,15 +53,18 @@ class RankStatuses:
     Args:
         rank: The global rank of this process.
         ranks: The global ranks of the process group.
+        at: Where it is now.
     """
 
-    def __init__(self, store: GroupStore, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, store: GroupStore, rank: int, ranks: Sequence[int], at: str = "before the first forward"
+    ) -> None:
         self._store = store
         self._own_key = f"rank_status/{rank}"
         self._keys = {f"rank_status/{other}": other for other in ranks}
         self._gathering = Gathering(store, "statuses", list(self._keys))
         self._failure: RankStatus | None = None
-        self._noted: tuple[str, int | None, str] = ("before the first forward", None, "")
+        self._noted: tuple[str, int | None, str] = (at, None, "")
         self._noted_at = time.perf_counter()
         self._least_charge_s = max(_SERVER_S * len(ranks), _GROWING_STORE_S if store.only_grows else 0.0)
         self._post(self.now)
@@ -103,6 +106,19 @@ class RankStatuses:
         """Like `fail`, for an error that the reducer did not raise."""
         first_line = (str(error).strip().splitlines() or [""])[0][:_MOST_CHARACTERS]
         self.fail(f": raised {type(error).__name__}: {first_line}")
+
+    def report_failure(self, error: ReductionError, what: str = "") -> ReductionError:
+        """The error of a failed collective, with a table of where every rank is.
+
+        Waits about a second for ranks whose collectives fail at the same time.
+
+        Args:
+            what: Text after the step that this rank is in, ", bucket 0" for example.
+        """
+        if len(self._keys) == 1:
+            return error
+        self.fail(f"{what}: failed")
+        return ReductionError(f"{error}\n{self.report()}")
 
     def report(self) -> str:
         """Where every rank was when it last posted, as text of several lines. Call it after `fail`.

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import Muon, Optimizer
 
-from ddp_compile.errors import this_rank
+from ddp_compile.errors import this_rank, warning_level
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +47,11 @@ class Owners:
             f" rank with most to do has {self.worst_of_mean:.2f} times the mean"
         )
 
-    def warn_if_uneven(self) -> None:
+    def warn_if_uneven(self, process_group: dist.ProcessGroup) -> None:
         """Log that the ranks wait for one of them, if it has much more to do than the mean."""
         if self.worst_of_mean > _UNEVEN:
-            log.warning(
+            log.log(
+                warning_level(process_group),
                 "%s: %s, so a step takes that much longer than an even one. Give the largest parameters to an optimizer"
                 " that works element by element, such as AdamW, or train on fewer ranks",
                 this_rank(),

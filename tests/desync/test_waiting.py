@@ -69,6 +69,16 @@ def model_with_buffers(group: dist.ProcessGroup) -> nn.Module:
     return ddp_compile(with_batch_norm(), process_group=group, backend="eager")
 
 
+def replicate_on_rank_0(group: dist.ProcessGroup) -> None:
+    if dist.get_rank() == 0:
+        make_model(group)
+
+
+def replicate_again_on_rank_0(group: dist.ProcessGroup) -> None:
+    make_model(group)
+    replicate_on_rank_0(group)
+
+
 def forward_once_more_with_buffers(group: dist.ProcessGroup) -> None:
     after_one_iteration(model_with_buffers(group), lambda model: model(some_rows()))
 
@@ -164,6 +174,8 @@ def said_by_ranks(
 @pytest.mark.parametrize(
     ("scenario", "culprit_stood", "culprit_raised"),
     [
+        (replicate_on_rank_0, "never posted", "nothing"),
+        (replicate_again_on_rank_0, "ddp_compile() of Mlp has returned", "nothing"),
         (evaluate_for_long, "evaluation forward 1 has returned", "nothing"),
         (compile_for_long, "training forward 1, compiling 0/0", "BackendCompilerFailed"),
         (forward_once_more_with_buffers, "training forward 3, broadcast of buffers: failed", "ReductionError"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0 must be a positive number of MiB"),
+        ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0 must be a positive and finite number of MiB"),
         ({"bucket_cap_mb": []}, ValueError, "bucket_cap_mb=[] has no capacity"),
         ({"bucket_cap_mb": [1, 0]}, ValueError, "bucket_cap_mb[1]=0 must be"),
         ({"first_bucket_cap_mb": 0}, ValueError, "first_bucket_cap_mb=0 must be"),
@@ -44,7 +45,11 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
             ValueError,
             "split='sideways' is not known; pass one of 'auto', 'forward', 'backward', 'none'",
         ),
-        ({"backend": "inductr"}, ValueError, "backend='inductr' is not known; pass a function or one of"),
+        (
+            {"backend": "inductr"},
+            ValueError,
+            "backend='inductr' is not known; did you mean 'inductor'? Or pass a function",
+        ),
         ({"mode": "fastest"}, ValueError, "mode='fastest' is not known; pass one of"),
         ({"backend": "aot_eager", "mode": "fastest"}, ValueError, "mode='fastest' is not known; pass one of"),
         ({"options": {"no_such_option": 1}}, ValueError, "no_such_option"),
@@ -234,6 +239,10 @@ def test_positional_argument() -> None:
     said = "[0] is in the position of DistributedDataParallel's device_ids: move the module to its device first"
     with pytest.raises(TypeError, match=re.escape(said)):
         ddp_compile(nn.Linear(3, 3), [0])
+    with pytest.raises(TypeError, match=r"a ProcessGroup is second; write process_group=\.\.\."):
+        ddp_compile(nn.Linear(3, 3), dist.group.WORLD)
+    with pytest.raises(TypeError, match=r"a Linear is second; pass it first: ddp_compile\(module, \.\.\.\)"):
+        ddp_compile(dist.group.WORLD, nn.Linear(3, 3))
 
 
 def test_module_that_is_gone() -> None:

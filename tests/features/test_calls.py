@@ -13,7 +13,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from beside import beside_plain, one_backward, own_batch, pair, seeded, train_beside
 from models import Mlp, assert_buckets_launched_early
-from rank_pool import on_ranks
+from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -241,3 +241,35 @@ def test_distribution_as_output() -> None:
         (-model(x, uses_other).log_prob(torch.zeros(WIDTH)).mean()).backward()
 
     assert max(train_beside((ours, plain), step_of, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
+
+
+# Warnings
+
+
+@torch.compiler.set_stance("force_eager")
+def warnings_of_no_sync(alone: str) -> list[str]:
+    """Two steps in which the forward or the backward alone is inside ``no_sync``; what is logged on this rank."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp_compile").addHandler(handler)
+    model = ddp_compile(nn.Linear(1, 1, bias=False), backend="eager")
+    for _ in range(2):
+        model.zero_grad()
+        with model.no_sync() if alone == "forward" else contextlib.nullcontext():
+            output = model(torch.full((1, 1), float(dist.get_rank())))
+        with model.no_sync() if alone == "backward" else contextlib.nullcontext():
+            output.backward()
+        assert model.weight.grad.item() == (0.5 if alone != "forward" else dist.get_rank())
+    logging.getLogger("ddp_compile").removeHandler(handler)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("alone", "is_reduced"), [("forward", "outside no_sync() is not"), ("backward", "inside no_sync() is")]
+)
+def test_half_in_no_sync(alone: str, is_reduced: str, ranks: Ranks) -> None:
+    (warning,), on_rank_1 = ranks(2).run(warnings_of_no_sync, alone)
+    assert warning.startswith(f"rank 0: a backward {is_reduced} reduced, since the last forward was ")
+    assert on_rank_1 == []
+    assert ranks(2).run(warnings_of_no_sync, "nothing") == [[], []]

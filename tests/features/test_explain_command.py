@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from ddp_compile.__main__ import main
 from ddp_compile.commands.explain import explain_function
 from ddp_compile.report.explanation import Explanation
 
+ROOT = Path(__file__).parents[2]
 CASES = [(name, way) for name in ("layers", "tied", "broken") for way in ("forward", "backward")]
 
 
@@ -35,6 +38,16 @@ def test_explain_as_training(name: str, way: str, ranks: Ranks) -> None:
         assert "\nthe first graph break: " in str(traced) and traced.in_no_graph
 
 
+def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
+    trained, _ = map(Explanation.from_json, ranks(2).run(train, "unused", "auto", "eager", find_unused_parameters=True))
+    (bucket,) = [bucket.index for bucket in trained.plan.buckets if bucket.gradients[0].fqn.startswith("norm.")]
+    for explanation in (trained, explain_function("explained:unused", 2, {"bucket_cap_mb": CAP_MIB})):
+        assert f"bucket {bucket} not launched early: its parameters got no gradient" in str(explanation)
+        assert explanation.in_no_graph == ()
+        assert [part.module for part in explanation.graphs[0].partitions] == [None, "layers.1", "layers.2"]
+        assert "\n  cut at layers.2 (" in str(explanation)
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
@@ -42,7 +55,10 @@ def test_explain_as_training(name: str, way: str, ranks: Ranks) -> None:
             "explained:wrong_shape",
             ["the forward raised", "RuntimeError: ", "X [64, 64]", "torch.tanh(layer(x))"],
         ),
-        ("explained:no_inputs", ["the forward raised", "TypeError: ", "missing 1 required positional argument: 'x'"]),
+        (
+            "explained:no_inputs",
+            ["the forward without inputs (to pass some, return", "TypeError: ", "missing 1 required"],
+        ),
         (
             "explained:raising",
             ["explained:raising() raised", "LookupError: there is no such layer", "raise LookupError"],
@@ -57,6 +73,7 @@ def test_explain_as_training(name: str, way: str, ranks: Ranks) -> None:
         ("explained:three_inputs", ["returns (Layers, int, int); it must return"]),
         ("explained:missing", ["function 'explained:missing' cannot be imported"]),
         ("no_such_module:f", ["No module named 'no_such_module'"]),
+        ("tests/explained.py:layers", ["has a path before the colon; pass tests.explained:layers, the module's name"]),
         ("explained.layers", ["function 'explained.layers' is not known; pass your own module:function"]),
     ],
 )
@@ -74,10 +91,31 @@ def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--world-size", "0"], "--world-size 0 must be at least 1"),
         (["--json", str(tmp_path / "no" / "folder.json")], "no folder"),
         (["--html", "page.html"], "--html page.html is no longer an argument; pass --json"),
-        (["--bucket-cap-mb", "-1"], "explain: bucket_cap_mb=-1.0 must be a positive number"),
+        (["--bucket-cap-mb", "-1"], "explain: bucket_cap_mb=-1.0 must be a positive and finite number"),
     ]:
         assert main(["explain", "explained:layers", *options]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_capacities_of_another_device(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, device, said in [((), "cpu", "1, then 5 MiB"), (("--device", "cuda"), "cuda", "1, then 64 MiB")]:
+        assert main(["explain", "explained:layers", "--world-size", "512", *options]) == 0
+        out = capsys.readouterr().out
+        assert f"\nassumed capacities: {said}, the default for {device}; --device" in out
+        assert ("; bucket_cap_mb=[1, 64]\n" in out) == (device == "cuda")
+
+
+def test_help_and_wrong_words_import_no_torch() -> None:
+    for words, status in [
+        (["--help"], 0),
+        (["explain", "--help"], 0),
+        (["plan", "--help"], 0),
+        (["explian", "m:f"], 2),
+    ]:
+        code = f"import sys; sys.argv[1:] = {words}; import ddp_compile.__main__ as m\n"
+        code += "try: m.main()\nfinally: print(sorted(sys.modules.keys() & {'torch', 'numpy'}))"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert (result.returncode, result.stdout.splitlines()[-1]) == (status, "[]"), result.stderr
 
 
 def test_group_of_the_caller(single_rank_group: None) -> None:

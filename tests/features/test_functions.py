@@ -53,8 +53,8 @@ def test_own_methods(caplog: pytest.LogCaptureFixture) -> None:
         model = ddp_compile.ddp_compile(OwnMethods(), backend="eager", fullgraph=True)
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        f"rank 0: model.{name} remains the attribute of OwnMethods; write ddp_compile.{name}(model) to call that of"
-        " ddp_compile"
+        f"rank 0: model.{name} remains the attribute of OwnMethods; for that of ddp_compile, call the"
+        f" function: from ddp_compile import {name}"
         for name in ("no_sync", "explain")
     ]
     assert (model.explain(), model.no_sync) == ("its author's", "a property")

@@ -50,6 +50,9 @@ def test_from_profile_to_plan(capsys: pytest.CaptureFixture[str], profile: Path,
 def test_measured_link(capsys: pytest.CaptureFixture[str], profile: Path) -> None:
     status, out, _ = plan(capsys, "--profile", str(profile))
     assert status == 0 and "\n2 ranks, link: as measured, 20 us and 1000.0 us/MB for an all-reduce\n" in out
+    assert "\ndefault capacities: 1, then 5 MiB, those for cpu; --device" in out
+    _, on_cuda, _ = plan(capsys, "--profile", str(profile), "--device", "cuda")
+    assert "\ndefault capacities: 1, then 25 MiB, those for cuda; --device" in on_cuda
     assert "(pass --save FILE to write the plan of: best boundaries)" in out
 
 

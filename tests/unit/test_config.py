@@ -37,7 +37,7 @@ def test_capacity_is_not_positive(value: object) -> None:
     with pytest.raises(ValueError) as error:
         caps_from_mib(value, 1.0, "cpu")  # type: ignore[arg-type]
     assert str(error.value) == (
-        f"bucket_cap_mb={value!r} must be a positive number of MiB; pass for example bucket_cap_mb=25"
+        f"bucket_cap_mb={value!r} must be a positive and finite number of MiB; pass for example bucket_cap_mb=25"
     )
 
 

@@ -27,6 +27,16 @@ def test_links() -> None:
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_no_snippet_takes_the_function_for_the_package() -> None:
+    with pytest.raises(TypeError, match="write 'from ddp_compile import ddp_compile' instead of 'import ddp_compile'"):
+        importlib.import_module("ddp_compile")(None)  # type: ignore[operator]
+    assert "shard_optimizer" in dir(importlib.import_module("ddp_compile"))
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        for block in re.findall(r"^ *```python\n(.*?)^ *```", document.read_text(), re.MULTILINE | re.DOTALL):
+            code = re.sub(r"^ *(from|import) .*", "", block, flags=re.MULTILINE)
+            assert re.findall(r"(?<![\w.])ddp_compile\.\w+", code) == [], document.name
+
+
 def test_no_page_installs_another_package() -> None:
     # The package of that name on the index is unrelated. A wheel's file name, or a checkout's ".[extra]", is ours.
     sources = [path for name in ("ddp_compile", "runtime", "passes", "kernels") for path in (ROOT / name).rglob("*.py")]

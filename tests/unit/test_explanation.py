@@ -30,8 +30,8 @@ LINE = SourceLine(f"/a b/{HOSTILE}.py", 7, f"x = y < z  # {HOSTILE}")
 
 def explanation() -> Explanation:
     """Everything there is, each with a text that is markup unless it is escaped."""
-    refusal = Refusal(HOSTILE, f"reason {HOSTILE}", 0, LINE)
-    parts = (Partition((1,), None, None), Partition((0, 1), HOSTILE, LINE))
+    refusal = Refusal(HOSTILE, f"reason {HOSTILE}", 0, HOSTILE, LINE)
+    parts = (Partition((1,), None, None, None), Partition((0, 1), HOSTILE, HOSTILE, LINE))
     return Explanation(
         model=HOSTILE,
         world_size=3,
@@ -45,7 +45,7 @@ def explanation() -> Explanation:
         ),
         graphs=(
             GraphExplanation(0, 2, parts, False, (), (refusal, replace(refusal, source=None, bucket=None))),
-            GraphExplanation(1, 0, (Partition((), None, None),), True, (refusal,), ()),
+            GraphExplanation(1, 0, (Partition((), None, None, None),), True, (refusal,), ()),
         ),
         regions=(Region(HOSTILE, ("a", "b"), 1, 0),),
         in_no_graph=(2,),
@@ -66,7 +66,7 @@ def test_json_and_back() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"version": 2}, "has JSON version 2, but this version of ddp_compile reads 1"),
+        ({"version": 1}, "has JSON version 1, but this version of ddp_compile reads 2"),
         ({"model": 3}, "explanation.model is 3, not a str"),
         ({"launches": [{"bucket": 0, "is_early": True}]}, r"explanation.launches\[0\] lacks \['when'\]"),
         ({"more": 1}, r"explanation has \['more'\]"),

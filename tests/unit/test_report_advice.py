@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ def test_last_bucket_and_late_rank() -> None:
     assert_expected_inline(
         texts(report),
         """\
-bucket 5 (embedding.weight, positions.weight, blocks.0.norm.weight, blocks.0.norm.bias) is exposed for 43 ms on every rank in the median: it is launched last and nothing is left to hide it
+bucket 5 (embedding.weight, positions.weight, blocks.0.norm.weight, blocks.0.norm.bias) is exposed for 43 ms in the median: it is launched last and nothing is left to hide it
 rank 3 arrives late in 90 % of steps, by 12 ms in the median""",  # noqa: E501
     )
     exposed, late = report.advice()
@@ -40,6 +41,17 @@ def test_partly_hidden_last_bucket() -> None:
     assert "nothing is left" not in text
 
 
+def test_advice_names_the_bucket_in_red() -> None:
+    """One rank alone waits: on the other one the computation hides the transfer."""
+    report = six_buckets()
+    steps = tuple(replace(s, ranks=(s.ranks[0], computing_for(1.0, s.ranks[1]))) for s in report.steps)
+    page = render_page(report := replace(report, steps=steps))
+    rows = re.findall(r'</i>(\d)</td>.*<td( class="high")?>([\d.]+)</td></tr>', page)
+    assert [(int(bucket), ms) for bucket, is_red, ms in rows if is_red] == [(5, "42.9")]
+    assert [(advice.bucket, round(1e3 * advice.seconds, 1)) for advice in report.advice()] == [(5, 42.9)]
+    assert "exposed 43 ms (most in bucket 5)" in page
+
+
 def computing_for(longer_s: float, rank: RankStep) -> RankStep:
     """The same, but it begins to wait for the last transfer later."""
     *others, last = rank.transfers
@@ -52,10 +64,10 @@ def test_gathers() -> None:
     assert_expected_inline(
         texts(Simulation(buckets=buckets, ready=[0.2, 0.3, 0.4], forward_s=0.015, gathered=True).run()),
         """\
-bucket 2 (layers.2) is exposed for 9.4 ms on every rank in the median: it is launched last and nothing is left to hide it
-on every rank, the forward waits 9.4 ms for the gather of bucket 2 in the median
-on every rank, the forward waits 4.4 ms for the gather of bucket 1 in the median
-on every rank, the forward waits 4.4 ms for the gather of bucket 0 in the median""",  # noqa: E501
+bucket 2 (layers.2) is exposed for 9.4 ms in the median: it is launched last and nothing is left to hide it
+the forward waits 9.4 ms for the gather of bucket 2 in the median
+the forward waits 4.4 ms for the gather of bucket 1 in the median
+the forward waits 4.4 ms for the gather of bucket 0 in the median""",
     )
 
 
@@ -89,7 +101,7 @@ def test_unknown_ends() -> None:
     )
     assert_expected_inline(
         texts(report),
-        """bucket 5 (embedding.weight, positions.weight, blocks.0.norm.weight, blocks.0.norm.bias) is exposed for 43 ms on every rank in the median""",  # noqa: E501
+        """bucket 5 (embedding.weight, positions.weight, blocks.0.norm.weight, blocks.0.norm.bias) is exposed for 43 ms in the median""",  # noqa: E501
     )
     assert render_page(report).count("<td>unknown</td>") == 6
     sentence = "nothing reported when reductions ended"

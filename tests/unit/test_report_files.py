@@ -64,7 +64,8 @@ def test_page_text() -> None:
     said = " ".join(words)
     for advice in report.advice():
         assert f"{advice.text[0].upper()}{advice.text[1:]}." in said
-    assert "Step 10: compute 120 ms, communication 69 ms, exposed 43 ms (bucket 5), rank 3 late by 12 ms" in words
+    headline = "step 175 ms, compute 120 ms, communication 69 ms, exposed 43 ms (most in bucket 5)"
+    assert f"Medians of 20 steps: {headline}" in words
     assert "late by 12 ms" in words and words.count("rank 3") == 1
     row = words[words.index("embedding.weight, positions.weight, blocks.0.norm.weight, blocks.0.norm.bias") :][:6]
     assert row[1:] == ["40", "132.0", "132.0", "42.9", "42.9"]
