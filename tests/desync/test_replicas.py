@@ -123,6 +123,7 @@ def test_two_ranks_have_no_majority() -> None:
         training.step()
 
 
+@pytest.mark.usefixtures("single_rank_group")
 def test_other_values_are_refused() -> None:
     with pytest.raises(ValueError, match="check_replicas='warn' is not known; pass 'raise', 'repair' or False"):
         ddp_compile(nn.Linear(2, 2), check_replicas="warn")  # type: ignore[arg-type]
