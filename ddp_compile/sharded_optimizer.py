@@ -263,6 +263,11 @@ def _refuse_optimizer(optimizer: Optimizer, elementwise: bool | None) -> None:
 
 def _refuse_model(model: nn.Module, state: Any) -> None:
     state.refuse_if_excluded(Feature.SHARDED_OPTIMIZER, "a sharded optimizer")
+    if state.config.check_replicas == "repair":
+        raise ReplicationError(
+            f"{this_rank()}: shard_optimizer() cannot be used with check_replicas='repair': between the check and the"
+            " repair a step gathers each rank's part, also that of a rank with wrong parameters. Pass 'raise'"
+        )
     if objection := _objection_to_moving(model):
         raise ReplicationError(f"{this_rank()}: {objection}")
     if present := sum(parameter.grad is not None for parameter in state.reducer.parameters):

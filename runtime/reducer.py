@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
 from ddp_compile.runtime.buckets.gradients import drop_gradients
@@ -126,6 +128,24 @@ class Reducer(Step):
     def refuse_capture(self, what: str) -> None:
         """Raise a ReplicationError while a graph is being captured: its replays would bypass the reducer."""
         streams.refuse_capture(self.parameters[0].device, what)
+
+    @contextmanager
+    def leaving_no_trace(self, call: str) -> Iterator[None]:
+        """Afterward, forwards inside ``no_sync`` count as if they had not been called.
+
+        Raises:
+            ReplicationError: An iteration is under way, or a forward waits for its backward.
+        """
+        before = self._lifecycle.phase
+        if not self.is_between_steps or before.after_forward:
+            raise ReplicationError(
+                f"{this_rank()}: {call} was called after a forward with gradients, whose backward is still expected, or"
+                " inside a step; call it between two steps, and put forwards without a backward into torch.no_grad()"
+            )
+        try:
+            yield
+        finally:
+            self._lifecycle.phase = before
 
     # Inside ``Join``; see `ddp_compile.features.uneven_inputs`.
 

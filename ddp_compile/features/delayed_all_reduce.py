@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from ddp_compile import torch_internals
-from ddp_compile.config import DelayedParameters
+from ddp_compile.config import DelayedParameters, ReplicateConfig
 from ddp_compile.errors import ReplicationError, shorten_names, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.exchange import Exchange
@@ -70,8 +70,9 @@ class DelayedAllReduce:
     checkpoint, which is a backward inside the backward, is too early: later gradients would be left out.
     """
 
-    def __init__(self, parameters: DelayedParameters, process_group: dist.ProcessGroup, normalizer: Normalizer) -> None:
+    def __init__(self, config: ReplicateConfig, process_group: dist.ProcessGroup, normalizer: Normalizer) -> None:
         self._normalizer = normalizer
+        self._reduce_dtype, parameters = config.reduce_dtype, config.delayed
         self._parameters = dict(parameters.named)
         self._process_group = process_group
         self._handle: RemovableHandle | None = None
@@ -111,7 +112,10 @@ class DelayedAllReduce:
             alike.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
         factor = self._normalizer.factor_of_delayed(self._what)
         for gradients in alike.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(factor)
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            if self._reduce_dtype is not None and flat.dtype in (torch.bfloat16, torch.float16):
+                flat = flat.to(self._reduce_dtype)
+            flat.mul_(factor)
             with Exchange(lambda error: error_messages.reduction_failed(self._what, error)):
                 dist.all_reduce(flat, group=self._process_group)
             sizes = [gradient.numel() for gradient in gradients]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
@@ -20,15 +20,13 @@ def warm_up(
     state: ReplicateState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
 ) -> None:
     """See ``ReplicatedModule.warm_up``."""
-    if not state.reducer.is_between_steps or not torch.is_grad_enabled():
-        raise ReplicationError(
-            f"{this_rank()}: model.warm_up() was called inside a step, or under no_grad; call it between two steps,"
-            " with gradients enabled"
-        )
     before, state.requires_sync = state.requires_sync, False
     try:
-        with _restored(state, module):
-            _compile(module(*args, **kwargs), list(state.reduced.values()))
+        if not torch.is_grad_enabled():
+            raise ReplicationError(f"{this_rank()}: model.warm_up() was called under no_grad; call it with gradients")
+        with state.reducer.leaving_no_trace("model.warm_up()"), _restored(state, module):
+            trained = [parameter for parameter in state.reduced.values() if parameter.requires_grad]
+            _compile(module(*args, **kwargs), trained)
     except Exception as error:
         state.monitor.warm_up_raised(error)
         raise
@@ -46,26 +44,26 @@ def _compile(outputs: Any, parameters: list[nn.Parameter]) -> None:
             " containers that pytree knows, and depend on the parameters"
         )
     # Not `backward`: no AccumulateGrad node runs, so no ``.grad`` changes and no hook of the reducer is called.
-    torch.autograd.grad(heads, parameters, [torch.zeros_like(head) for head in heads], allow_unused=True)
+    if parameters:
+        torch.autograd.grad(heads, parameters, [torch.zeros_like(head) for head in heads], allow_unused=True)
 
 
 @contextmanager
 def _restored(state: ReplicateState, module: nn.Module) -> Iterator[None]:
     """Afterward buffers and random states are what they were."""
-    places = [(owner, name) for owner in module.modules() for name in owner._buffers]
-    kept: list[tuple[Tensor | None, Tensor | None]] = [
-        (buffer, None if buffer is None else buffer.detach().clone())
-        for owner, name in places
-        for buffer in [owner._buffers[name]]
+    kept = [
+        (owner, name, buffer, buffer.detach().clone(), None if buffer.is_inference() else buffer._version)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
     ]
-    device = state.device
-    devices = [] if device.type == "cpu" else [device]
+    devices = [] if state.device.type == "cpu" else [state.device]
     try:
-        with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+        with torch.random.fork_rng(devices, device_type=state.device.type if devices else "cuda"):
             yield
     finally:
-        for (owner, name), (buffer, value) in zip(places, kept, strict=True):
+        for owner, name, buffer, value, version in kept:
             owner._buffers[name] = buffer
-            if buffer is not None and value is not None:
+            if version is not None and buffer._version != version:  # it may be one that nobody can write
                 with torch.no_grad():
                     buffer.copy_(value)

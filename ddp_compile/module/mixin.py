@@ -64,8 +64,9 @@ class ReplicatedModule(nn.Module):
         The first step compiles otherwise, and a rank with an empty compile cache may keep the others waiting in a
         collective for longer than its timeout, after which NCCL's watchdog ends them. This sends nothing before all
         ranks are done: they meet through the store of the process group. Parameters, gradients, buffers, optimizers and
-        torch's random states stay as they were; other side effects of the forward remain. Call it in training mode, in
-        the autocast context of training, with inputs of the shapes of training. The loss is not part of it.
+        torch's random states stay as they were; other side effects of the forward and of users' hooks remain. Call it
+        in training mode, in the autocast context of training, with inputs of the shapes of training. The loss is not
+        part of it.
 
         Args:
             *args: Inputs of the forward.
@@ -73,7 +74,8 @@ class ReplicatedModule(nn.Module):
             **kwargs: Inputs of the forward.
 
         Raises:
-            ReplicationError: It is called inside a step or under ``no_grad``, or no output has a gradient.
+            ReplicationError: It is called inside a step, after a forward whose backward is still expected, or under
+                ``no_grad``; or no output has a gradient.
             RanksDifferError: Another rank did not call it in time.
         """
         from ddp_compile.features.warm_up import warm_up

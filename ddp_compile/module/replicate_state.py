@@ -110,7 +110,7 @@ class ReplicateState:
             on_reduced=self.optimizers.step,
             on_plan_sealed=self._warn_without_overlap,
         )
-        self.delayed = DelayedAllReduce(config.delayed, process_group, self.reducer.normalizer)
+        self.delayed = DelayedAllReduce(config, process_group, self.reducer.normalizer)
         register_receiver(self.backend.reducer_id, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)

@@ -94,7 +94,8 @@ class Copies(GradientStore):
             if position in left_alone:
                 gradients.append(torch.empty_like(place))  # discarded
                 continue
-            if parameter.grad is None:  # other ranks have used it
+            # Other ranks have used it, or a functional embedding has made it.
+            if parameter.grad is None or parameter.grad.is_sparse:
                 like = parameter if torch_internals.is_dtensor(parameter) else place
                 parameter.grad = torch.empty_like(like, dtype=parameter.dtype)
             gradients.append(parameter.grad)

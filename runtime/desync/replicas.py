@@ -156,8 +156,8 @@ class Replicas:
         repair = "" if source == "none" else ", or let check_replicas='repair' broadcast those of the majority"
         return (
             "A bit has flipped, or some ranks alone have written them or left out a step, since the previous agreement"
-            f" point: start again from a checkpoint of before{repair}. If they differ on purpose, pass"
-            " check_replicas=False"
+            f" point: start again from a checkpoint of before{repair}. If they differ on purpose, during this backward"
+            " alone (noise, SAM) or always, pass check_replicas=False"
         )
 
 
@@ -186,23 +186,21 @@ class _Sums:
 def sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Sums of the bits of tensors as integers of 64 bits, in index order; what is left at an end, as smaller ones.
 
+    Which elements share an integer depends on shapes and dtypes alone, so that equal values have equal sums.
+
     Returns:
         int64 tensors of shape (). Their sum modulo 2**64 changes if one value does.
     """
     small: dict[torch.dtype, list[Tensor]] = {}
     sums = []
     for tensor in tensors:
-        if (
-            tensor.nbytes < _SMALL_BYTES
-            or not tensor.is_contiguous()
-            or tensor.storage_offset() * tensor.element_size() % 8
-        ):
-            small.setdefault(tensor.dtype, []).append(tensor)
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        if tensor.nbytes < _SMALL_BYTES:
+            small.setdefault(tensor.dtype, []).append(flat)
         else:
-            sums += _sums_of_flat(tensor.detach().view(-1))
-    for of_dtype in small.values():
-        sums += _sums_of_flat(torch.cat([tensor.detach().reshape(-1) for tensor in of_dtype]))
-    return sums
+            is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0
+            sums += _sums_of_flat(flat if is_aligned else flat.clone())
+    return sums + [each for of_dtype in small.values() for each in _sums_of_flat(torch.cat(of_dtype))]
 
 
 def _sums_of_flat(flat: Tensor) -> list[Tensor]:

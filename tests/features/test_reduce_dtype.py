@@ -155,6 +155,36 @@ def test_master_weights_step_by_float32(bucket_cap_mb: float) -> None:
 
 
 @on_ranks(2)
+def test_delayed_parameters() -> None:
+    net: Any = seeded(lambda: Mlp(WIDTH, 2).bfloat16())
+    twin, delayed = copy.deepcopy(net), net.layers[0].weight
+    named = {"delay_all_reduce_named_params": [("layers.0.weight", delayed)]}
+    model = ddp_compile(
+        net, reduce_dtype=FLOAT32, backend="eager", param_to_hook_all_reduce=net.layers[1].weight, **named
+    )
+    for each in (twin, model):
+        loss_of(each(own_batch(0, WIDTH, 6).bfloat16())).backward()
+    assert torch.equal(delayed.grad, mean_in_float32(twin.layers[0].weight.grad).bfloat16())
+
+
+@on_ranks(2)
+def test_sparse_gradients_that_no_module_announces() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(7, 3, dtype=BFLOAT16))
+            self.head = nn.Linear(3, 3, dtype=BFLOAT16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(nn.functional.embedding(x, self.weight, sparse=True))
+            return y
+
+    model: Any = ddp_compile(Table(), reduce_dtype=FLOAT32, backend="eager")
+    loss_of(model(torch.tensor([dist.get_rank(), 3]))).backward()
+    assert (model.weight.grad.to_dense().abs().sum(1) > 0).tolist() == [True, True, False, True, False, False, False]
+
+
+@on_ranks(2)
 def test_other_ways_to_train() -> None:
     model: Any = ddp_compile(seeded(lambda: Mlp(WIDTH, 2).bfloat16()), reduce_dtype=FLOAT32, backend="eager")
     batch = own_batch(0, WIDTH, 6).bfloat16()

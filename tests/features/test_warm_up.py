@@ -120,7 +120,7 @@ def test_a_rank_that_raises() -> None:
 @on_ranks(1)
 def test_bad_input() -> None:
     model = ddp_compile(nn.Linear(3, 3), backend="eager")
-    with torch.no_grad(), pytest.raises(ReplicationError, match="inside a step, or under no_grad"):
+    with torch.no_grad(), pytest.raises(ReplicationError, match="under no_grad; call it with gradients"):
         model.warm_up(torch.zeros(2, 3))
 
     class Detached(nn.Linear):
@@ -129,3 +129,43 @@ def test_bad_input() -> None:
 
     with pytest.raises(ReplicationError, match="no output with a gradient"):
         ddp_compile(Detached(3, 3), backend="eager").warm_up(torch.zeros(2, 3))
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_forward_whose_backward_is_expected() -> None:
+    model = ddp_compile(nn.Linear(3, 3), backend="eager")
+    loss = loss_of(model(own_batch(0, 3)))
+    with pytest.raises(ReplicationError, match="a forward with gradients, whose backward is still expected"):
+        model.warm_up(torch.zeros(2, 3))
+    loss.backward()
+    model.warm_up(torch.zeros(2, 3))
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_backward_without_a_forward_is_still_reduced() -> None:
+    model = ddp_compile(nn.Linear(3, 3), backend="eager")
+    model.warm_up(torch.zeros(2, 3))
+    (model.weight.sum() * dist.get_rank() + model.bias.sum()).backward()
+    assert (model.weight.grad == 0.5).all()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_frozen_parameters_and_odd_buffers() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module.register_buffer("expanded", torch.ones(1).expand(3))
+    with torch.inference_mode():
+        module.register_buffer("inferred", torch.ones(3))
+    model: Any = ddp_compile(
+        module,
+        backend="eager",
+        broadcast_buffers=False,
+        init_sync=False,
+        find_unused_parameters=True,
+        check_replicas=False,
+    )
+    model[0].requires_grad_(False)
+    model.warm_up(torch.zeros(2, 3))
+    loss_of(model(own_batch(0, 3))).backward()
