@@ -32,9 +32,10 @@ CHECKPOINT = "two_gpus.pt"
 
 def launch(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of this file on every rank, as torchrun would; returns rank 0's result."""
+    start_method = "spawn" if HAS_GPUS else "fork"  # CUDA does not survive a fork, which is faster
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=NUM_RANKS, run_id="two_gpus", rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", start_method="spawn", max_restarts=0,
+        rdzv_endpoint="localhost:0", start_method=start_method, max_restarts=0,
     )  # fmt: skip
     return elastic_launch(config, on_a_rank)(function, arguments)[0]
 
@@ -93,28 +94,25 @@ def steps_of(model: Any, num_steps: int) -> tuple[list[float], list[float]]:
     return losses, lengths_ms
 
 
-def train(how: str, num_steps: int = 30) -> dict[str, Any]:
-    """First and last loss, the median step time without the first ten (warm-up, compilation), and compiled graphs."""
-    losses, lengths_ms = steps_of(make_model(how), num_steps)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    figures = {"first loss": losses[0], "last loss": losses[-1], "ms a step": statistics.median(lengths_ms[10:])}
-    return {**figures, "graphs": graphs}
-
-
 def look() -> str:
-    """The plan, and what was done with it."""
-    model = make_model("ddp_compile")
-    steps_of(model, 2)
-    return str(model.explain())
-
-
-def measure() -> str:
-    """What each bucket waited for, after three steps that compile."""
+    """What was done with the model, and then, over ten steps, what each bucket waited for."""
     model = make_model("ddp_compile")
     steps_of(model, 3)
     measurement = model.measure(steps=10)
     steps_of(model, 10)
-    return str(measurement.report())
+    return f"{model.explain()}\n\n{measurement.report()}"
+
+
+def compare(num_steps: int = 30) -> list[str]:
+    """First and last loss, the median step time without the first ten (warm-up, compilation), and compiled graphs."""
+    lines = []
+    for how in ("ddp_compile", "DistributedDataParallel"):
+        torch._dynamo.reset()
+        losses, lengths_ms = steps_of(make_model(how), num_steps)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        median = statistics.median(lengths_ms[10:])
+        lines.append(f"{how}: losses {losses[0]:.6f} to {losses[-1]:.6f}, {median:.1f} ms a step, {graphs} graphs")
+    return lines
 
 
 def leave() -> list[str]:
@@ -129,7 +127,5 @@ def leave() -> list[str]:
 
 if __name__ == "__main__":
     print(launch(look))
-    print(launch(measure))
-    for how in ("ddp_compile", "DistributedDataParallel"):
-        print(how, launch(train, how))
+    print("\n".join(launch(compare)))
     print(f"{CHECKPOINT}: {', '.join(launch(leave)[:2])}, ...")

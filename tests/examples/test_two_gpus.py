@@ -19,10 +19,10 @@ def test_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLES / "two_gpus.ipynb", as_version=4)
     NotebookClient(notebook, timeout=180, resources={"metadata": {"path": str(tmp_path)}}).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    _, looked, measured, compared, left = ["".join(o.get("text", "") for o in cell.outputs) for cell in cells]
+    _, looked, compared, left = ["".join(o.get("text", "") for o in cell.outputs) for cell in cells]
     assert "buckets 0-3 launched early: after the backward of a partition" in looked
-    assert "10 steps of 2 ranks, 5 buckets" in measured
-    losses = re.findall(r"'first loss': ([\d.]+), 'last loss': ([\d.]+)", compared)
+    assert "10 steps of 2 ranks, 5 buckets" in looked
+    losses = re.findall(r"losses ([\d.]+) to ([\d.]+)", compared)
     assert losses[0] == losses[1] and losses[0][1] < losses[0][0]
-    assert "'graphs': 0" not in compared  # both are compiled
+    assert len(re.findall(r" [1-9]\d* graphs", compared)) == 2  # both are compiled
     assert left.startswith("['layers.0.weight', 'layers.0.bias'") and (tmp_path / "two_gpus.pt").exists()
