@@ -52,7 +52,7 @@ def _compile(outputs: Any, parameters: list[nn.Parameter]) -> None:
 def _restored(state: ReplicateState, module: nn.Module) -> Iterator[None]:
     """Afterward buffers and random states are what they were."""
     kept = [
-        (owner, name, buffer, buffer.detach().clone(), None if buffer.is_inference() else buffer._version)
+        (owner, name, buffer, buffer.detach().clone())
         for owner in module.modules()
         for name, buffer in owner._buffers.items()
         if buffer is not None
@@ -62,8 +62,9 @@ def _restored(state: ReplicateState, module: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices, device_type=state.device.type if devices else "cuda"):
             yield
     finally:
-        for owner, name, buffer, value, version in kept:
+        for owner, name, buffer, value in kept:
             owner._buffers[name] = buffer
-            if version is not None and buffer._version != version:  # it may be one that nobody can write
+            # Compared, since compiled code may write without a new version, and some buffers can never be written.
+            if not torch.equal(buffer, value):
                 with torch.no_grad():
                     buffer.copy_(value)
