@@ -167,9 +167,10 @@ def row_of(path: Path) -> str:
     """
     try:
         record = json.loads(path.read_text())
-        figures, versions = record["figures"] or {}, record["versions"]
-        counts = [str(figures.get(word, 0)) for word in ("passed", "failed", "skipped")]
-        if not isinstance(figures, dict) or "passed" not in figures:
+        figures, versions = record["figures"], record["versions"]
+        if isinstance(figures, dict) and "passed" in figures:
+            counts = [str(figures.get(word, 0)) for word in ("passed", "failed", "skipped")]
+        else:
             counts = [record["outcome"], "", ""]  # of a part without tests
         where = f"{record['device']}, {record['part']}"
         return f"| {where} | {versions['torch']} | {' | '.join(counts)} | {record['date']}, {record['commit']} |"

@@ -139,7 +139,7 @@ class Step:
         records, algorithm = self._queue.records, self._queue.algorithm
         records.forward_begins()
         self.normalizer.forward_begins()
-        if synchronize:
+        if synchronize and self._monitor.replicas.need_repair:
             with Exchange("broadcast of the parameters that most ranks have", self._monitor, records=records):
                 self._monitor.replicas.repair(self.parameters, self._set.process_group)
         with Exchange(None, self._monitor, records=records):
@@ -252,7 +252,6 @@ class Step:
             self._compare_with_forward(is_reduced=True)
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
             self._queue.records.backward_begins()
-        if before is State.ARMED:
             self.normalizer.gradients_arrive(lambda: self._hold_values(without=() if is_computed else arriving))
         if not self._set.buckets:
             self._seal()

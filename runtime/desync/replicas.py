@@ -104,16 +104,17 @@ class Replicas:
         self._sums, self._is_due = None, False
         self._comparison.forget()
 
-    def repair(self, parameters: Sequence[Tensor], process_group: dist.ProcessGroup) -> None:
-        """When a synchronized forward begins, make the parameters equal, if the last iteration has shown a difference.
+    @property
+    def need_repair(self) -> bool:
+        """Whether the next synchronized forward has to call `repair`; the same on every rank."""
+        return self._source is not None
 
-        Raises:
-            RuntimeError: Another rank did not come.
-        """
-        if self._source is not None:
-            source, self._source = self._source, None
-            broadcast_all(parameters, process_group, self._ranks.index(source))
-            self._has_repaired = True
+    def repair(self, parameters: Sequence[Tensor], process_group: dist.ProcessGroup) -> None:
+        """Make the parameters those of the majority; raises RuntimeError if another rank does not come."""
+        assert self._source is not None
+        source, self._source = self._source, None
+        broadcast_all(parameters, process_group, self._ranks.index(source))
+        self._has_repaired = True
 
     def _first_difference(self, texts: Mapping[int, str]) -> str | None:
         """The first bucket that differs, the first rank of the majority or "none", and who differs."""

@@ -185,9 +185,10 @@ def test_row_of_a_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     file.write_text(json.dumps(record))
     assert print_row(file) == 0
     assert capsys.readouterr().out == "| NVIDIA H100, gpu-tests | 2.11.0 | 31 | 0 | 2 | 2026-11-28, abc |\n"
-    file.write_text(json.dumps({**record, "figures": None}))
-    print_row(file)
-    assert "| 2.11.0 | passed in 70 s |  |  | 2026-11-28, abc |" in capsys.readouterr().out
+    for figures in (None, [{"time": 1}], {"first_call_s": [0.1]}):  # of parts without tests
+        file.write_text(json.dumps({**record, "figures": figures}))
+        assert print_row(file) == 0
+        assert "| 2.11.0 | passed in 70 s |  |  | 2026-11-28, abc |" in capsys.readouterr().out
     file.write_text('{"part": "times"}')
     with pytest.raises(SystemExit):
         print_row(file)
