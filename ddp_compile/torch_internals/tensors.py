@@ -76,9 +76,11 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, after waiting for it; any other tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    local = tensor._local_tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
@@ -123,6 +125,12 @@ def storage_key(tensor: Tensor) -> int | None:
 def key_of_storage(storage: torch.UntypedStorage) -> int:
     """The `storage_key` of tensors in this storage."""
     return storage._cdata
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of dense tensors of one dtype in row-major order; of a single tensor, perhaps a view."""
+    flat: Tensor = torch._utils._flatten_dense_tensors(tensors)
+    return flat
 
 
 #: Makes a sparse tensor that uses the memory of its indices and values, the fourth and fifth argument.

@@ -195,16 +195,17 @@ def sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     small: dict[torch.dtype, list[Tensor]] = {}
     sums = []
     for tensor in tensors:
-        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        if tensor.nbytes < _SMALL_BYTES:
-            small.setdefault(tensor.dtype, []).append(flat)
+        if tensor.nbytes < _SMALL_BYTES and not tensor.is_complex():
+            small.setdefault(tensor.dtype, []).append(tensor)
         else:
-            is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0
-            sums += _sums_of_flat(flat if is_aligned else flat.clone())
-    return sums + [each for of_dtype in small.values() for each in _sums_of_flat(torch.cat(of_dtype))]
+            sums += _sums_of_flat(tensor.resolve_conj().reshape(-1))
+    return sums + [each for of_dtype in small.values() for each in _sums_of_flat(torch_internals.flatten(of_dtype))]
 
 
 def _sums_of_flat(flat: Tensor) -> list[Tensor]:
+    flat = flat.resolve_neg().detach()
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     of_one = flat.view(_INTEGERS[flat.element_size()])
