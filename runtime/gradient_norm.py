@@ -1,21 +1,26 @@
-"""The norm of a module's gradients over whole flat buffers, and the multiplication that clips them.
+"""The norm of a module's gradients over whole flat buffers, and what clips them.
 
-Note [One read of the gradients]
-``torch.nn.utils.clip_grad_norm_`` reads every gradient by itself, after the last bucket has been reduced. A bucket
-whose ``.grad`` are all views of its flat buffer needs one operator instead, since the padding between gradients is
-zero. From the step after the first call on, a bucket's norm is computed as soon as the bucket has been reduced, while
-later buckets are still on the wire. It counts until something writes to the buffer or to a view of it, by the versions
-of both. A write through ``.data`` has a version of its own and is not seen.
+``torch.nn.utils.clip_grad_norm_`` reads every gradient by itself. A bucket whose ``.grad`` are all views of its flat
+buffer needs one operator instead, since the padding between gradients is zero.
+
+Buckets are read when the user asks, and not as soon as they are reduced: nothing tells for sure that a gradient has
+been written since. ``GradScaler.unscale_``, numpy and ``.data`` do so without a new version (torch 2.13).
+
+A fused optimizer divides gradients by its attribute ``grad_scale`` as it reads them, and writes the quotient to
+``.grad``. A GradScaler multiplies what it finds there by its own scale, and deletes the attribute after the step (torch
+2.13, amp/grad_scaler.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import this_rank
@@ -32,30 +37,26 @@ class GradientNorm:
 
     def __init__(self, bucket_set: BucketSet) -> None:
         self._set = bucket_set
-        self._order: float | None = None  # of the last call; None if the last step was not clipped
-        self._measured: dict[Bucket, tuple[int, Tensor]] = {}  # of this step, with the version that was read
+        self._dividing: _DividingOptimizer | None = None  # the latest
 
-    def backward_begins(self) -> None:
-        """A backward that is reduced begins. Whoever has not clipped since the last one is measured no longer."""
-        if self._measured:
-            self._order = None
-            self._measured = {}
-
-    def bucket_is_reduced(self, bucket: Bucket) -> bool:
-        """A bucket has been waited for, and its gradients are about to be handed over; returns whether it was read."""
-        if self._order is None or not bucket.spec.num_bytes or (version := bucket.version) is None:
-            return False
-        self._measured[bucket] = version, _norm(bucket.flat, self._order)
-        return True
-
-    def explain(self) -> Iterator[str]:
-        """Lines for ``model.explain()``."""
-        if self._order is not None:
-            yield "model.clip_grad_norm_() has the norm of a bucket computed while later buckets are on the wire"
+    def forget_step(self) -> None:
+        """The optimizer's step that gradients were left to has been left out, if it has not come yet."""
+        if self._dividing is not None:
+            self._dividing.stop()
 
     @torch.no_grad()
-    def clip(self, rest: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    def clip(
+        self,
+        rest: Sequence[Tensor],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        optimizer: Optimizer | None,
+    ) -> Tensor:
         """See ``ReplicatedModule.clip_grad_norm_``. ``rest`` are the module's parameters that are in no bucket."""
+        if optimizer is not None:
+            _check(optimizer, [*self._set.parameters, *rest])
+        self.forget_step()  # an earlier call does not count
         order, others = float(norm_type), list(rest)
         whole = []
         for bucket in self._set.buckets:
@@ -73,9 +74,11 @@ class GradientNorm:
                 f"{this_rank()}: the total norm of order {order} of the gradients is {total.item()}, so they cannot be"
                 " clipped; find what is not finite, or pass error_if_nonfinite=False"
             )
-        self._order, self._measured = order, {}
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if not streams.has_streams(total.device) and coefficient == 1:
+            return total
+        if optimizer is not None:
+            self._dividing = _DividingOptimizer(optimizer, 1 / coefficient.float())
             return total
         for bucket in whole:
             bucket.scale_gradients(coefficient)
@@ -83,13 +86,44 @@ class GradientNorm:
         return total
 
     def _total(self, whole: list[Bucket], others: list[Tensor], order: float) -> Tensor:
-        norms = []
-        for bucket in whole:
-            version, norm = self._measured.get(bucket, (None, None))
-            norms.append(norm if norm is not None and version == bucket.version else _norm(bucket.flat, order))
+        norms = [_norm(bucket.flat, order) for bucket in whole]
         if others:
             norms.append(get_total_norm([p.grad for p in others if p.grad is not None], order))
         return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
+
+
+class _DividingOptimizer:
+    """A fused optimizer whose next step divides gradients by ``divisor``, a float32 tensor of shape ()."""
+
+    def __init__(self, optimizer: Any, divisor: Tensor) -> None:
+        self._optimizer = optimizer
+        optimizer.grad_scale = divisor
+        self._hook = optimizer.register_step_post_hook(self._has_stepped)
+
+    def _has_stepped(self, optimizer: Any, *_: object) -> None:
+        if not hasattr(optimizer, "found_inf"):  # set while a GradScaler steps
+            self.stop()
+        self._hook.remove()
+
+    def stop(self) -> None:
+        """Divide no longer: the optimizer has stepped, or its step has been left out."""
+        self._hook.remove()
+        vars(self._optimizer).pop("grad_scale", None)
+
+
+def _check(optimizer: Any, parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError unless an optimizer takes ``grad_scale`` and steps all of a module's gradients alone."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    if not torch_internals.takes_grad_scale(optimizer):
+        what = "is not fused"
+    elif stepped != {id(p) for p in parameters if p.grad is not None}:
+        what = "does not step all gradients of the model, and no others"
+    else:
+        return
+    raise ValueError(
+        f"{this_rank()}: model.clip_grad_norm_(optimizer=) has got an optimizer of class {type(optimizer).__name__}"
+        f" that {what}; leave optimizer= out, then the gradients are multiplied at once"
+    )
 
 
 def _norm(flat: Tensor, order: float) -> Tensor:

@@ -52,7 +52,6 @@ class LaunchQueue:
         #: Called when no bucket of the iteration is left to launch.
         self.on_all_launched: Callable[[], object] = _nothing
         #: Called with each bucket when it has been waited for, and others may still be under way.
-        self.on_reduced: Callable[[Bucket], bool] = _nothing  # returns whether it has read the bucket
         self.records: NoRecords = NO_RECORDS  #: of the model's steps
         self._monitor = monitor
         self.world_size = world_size
@@ -265,9 +264,6 @@ class LaunchQueue:
                 transfer=("reduce", index),
             ):
                 bucket.wait()
-            since = self.records.block_begins()
-            if self.on_reduced(bucket):
-                self.records.norm_is_known(since)
 
     def finish(self, untouched: Set[int]) -> None:
         """Wait for the launched buckets, and make every ``.grad`` the reduced gradient.
@@ -306,5 +302,5 @@ def _reduction_failed(bucket: Bucket, error: RuntimeError) -> ReductionError:
     return error_messages.reduction_failed(bucket.describe(), error)
 
 
-def _nothing(*_: object) -> bool:
-    return False
+def _nothing() -> None:
+    return None

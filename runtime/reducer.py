@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
@@ -93,20 +94,22 @@ class Reducer(Step):
         self.algorithm.sharding.await_parameters(param_indices)
 
     def clip_grad_norm_(
-        self, rest: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+        self,
+        rest: Sequence[Tensor],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        optimizer: Optimizer | None,
     ) -> Tensor:
         """See ``ReplicatedModule.clip_grad_norm_``. ``rest`` are the module's parameters that are in no bucket."""
         if self._lifecycle.phase.state is State.LAUNCHED:
             raise error_messages.not_finalized("model.clip_grad_norm_()")
-        total = self.algorithm.sharding.clip_grad_norm_(rest, max_norm, norm_type, error_if_nonfinite)
+        total = None
+        if optimizer is None:
+            total = self.algorithm.sharding.clip_grad_norm_(rest, max_norm, norm_type, error_if_nonfinite)
         if total is None:
-            total = self._norm.clip(rest, max_norm, norm_type, error_if_nonfinite)
+            total = self._norm.clip(rest, max_norm, norm_type, error_if_nonfinite, optimizer)
         return total
-
-    def explain_averaging(self) -> Iterator[str]:
-        """Lines about ``normalize_by`` and ``clip_grad_norm_`` for ``model.explain()``."""
-        yield from self.normalizer.explain()
-        yield from self._norm.explain()
 
     # Settings.
 

@@ -94,7 +94,6 @@ class Step:
         self._queue = LaunchQueue(
             self._set, process_group.size(), monitor, algorithm, self._policy, self._undefined, self.normalizer
         )
-        self._queue.on_reduced = self._norm.bucket_is_reduced
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
         self._early = EarlyLaunch(
             self._set, self._queue, self._hooks, accumulators, self._policy, has_launches is not None
@@ -257,7 +256,7 @@ class Step:
             self._seal()
         if before is State.ARMED:
             self._add_up_parameters()
-        self._norm.backward_begins()
+        self._norm.forget_step()
         self.normalizer.backward_begins(self._set.iteration.is_shadow)
 
     def _compare_with_forward(self, is_reduced: bool) -> None:

@@ -259,9 +259,6 @@ def _rank_step(rank: int, step: RawStep, origin_ns: int) -> RankStep:
         )
         for each in step.transfers
     ]
-    reduced = [seconds(each.done[0] if each.done else each.waited_until) for each in step.transfers]
-    last_s = max((at for at in reduced if at is not None), default=0.0)
-    norms = [(seconds(since), seconds(until)) for since, until in step.norms]
     return RankStep(
         rank=rank,
         began=seconds(step.began),
@@ -270,8 +267,6 @@ def _rank_step(rank: int, step: RawStep, origin_ns: int) -> RankStep:
         transfers=tuple(transfers),
         drained_s=_drained_ns(step) / 1e9,
         counts_s=union_length(step.counts) / 1e9,
-        norm_s=union_length(norms),
-        norm_hidden_s=union_length((since, min(until, last_s)) for since, until in norms),
     )
 
 

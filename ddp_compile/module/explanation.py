@@ -63,7 +63,7 @@ def explain(
         in_no_graph=_in_no_graph(state, plan, unused),
         breaks=tuple(_breaks(state.breaks)),
         sharding=tuple(state.reducer.algorithm.sharding.explain()),
-        averaging=tuple(state.reducer.explain_averaging()),
+        averaging=tuple(state.reducer.normalizer.explain()),
         failures=tuple(Failure(*failure) for failure in state.compiler.failures),
     )
 

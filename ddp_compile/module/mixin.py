@@ -255,17 +255,23 @@ class ReplicatedModule(nn.Module):
         state.reducer.algorithm.sharding.zero_gradients(set_to_none)
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> torch.Tensor:
         """Scale all gradients to a norm of at most ``max_norm``. With a sharded optimizer, call it on every rank.
 
-        Buckets are read as a whole, from the step after the first call on as soon as they are reduced. A gradient that
-        has changed since is read again; a change through ``.grad.data`` is not noticed.
+        Flat buffers are read and multiplied as a whole.
 
         Args:
             max_norm: The largest norm that is allowed.
             norm_type: Order of the norm, ``float("inf")`` for the largest value; above zero with a sharded optimizer.
             error_if_nonfinite: Raise a RuntimeError if the norm is infinite or NaN.
+            optimizer: A fused optimizer of torch that steps all of the gradients next. It clips them as it reads them,
+                through its ``grad_scale``, which saves a pass over the gradients. Until its step has ended, ``.grad``
+                is not clipped, unless another order or a DTensor asks for torch's function.
 
         Returns:
             The norm of all gradients before scaling, over the parts of all ranks, shape (); with a sharded optimizer,
@@ -273,13 +279,14 @@ class ReplicatedModule(nn.Module):
 
         Raises:
             RuntimeError: With ``error_if_nonfinite``, the norm is infinite or NaN.
+            ValueError: The optimizer is not fused, is sharded, or does not step all gradients of this module alone.
             ReductionError: `finalize_backward` has not been called.
 
         Source: ``clip_grad_norm_`` of torch 2.13, nn/utils/clip_grad.py, which is called for other orders than 2 and
         infinity, and for gradients outside of flat buffers.
         """
         state = state_of(self)
-        return state.reducer.clip_grad_norm_(state.not_reduced, max_norm, norm_type, error_if_nonfinite)
+        return state.reducer.clip_grad_norm_(state.not_reduced, max_norm, norm_type, error_if_nonfinite, optimizer)
 
     def normalize_by(self, count: float | torch.Tensor, loss: torch.Tensor | None = None) -> None:
         """Divide the gradients of a step by the sum of all counts, over its micro-batches and over the ranks.

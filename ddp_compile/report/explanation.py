@@ -192,7 +192,7 @@ class Explanation:
         in_no_graph: Indices of the buckets that no graph uses, if anything is compiled.
         breaks: The graph breaks that made Dynamo leave code to Python.
         sharding: Lines about a sharded optimizer.
-        averaging: Lines about ``normalize_by`` and ``clip_grad_norm_``, if they are called.
+        averaging: A line about ``normalize_by``, if it is called.
         failures: What could not be compiled.
     """
 

@@ -76,8 +76,6 @@ class RankStep:
         transfers: In the order of their launches.
         drained_s: How long it waited for the algorithm as a whole, rather than for one of the transfers.
         counts_s: The part of ``drained_s`` for the counts of ``normalize_by``.
-        norm_s: How long it computed norms of buckets for ``clip_grad_norm_``, after the first call of that.
-        norm_hidden_s: The part of ``norm_s`` while other buckets were on the wire.
     """
 
     rank: int
@@ -87,8 +85,6 @@ class RankStep:
     transfers: tuple[Transfer, ...]
     drained_s: float = 0.0
     counts_s: float = 0.0
-    norm_s: float = 0.0
-    norm_hidden_s: float = 0.0
 
     @property
     def exposed_s(self) -> float:
@@ -295,9 +291,6 @@ class Step:
             parts.append(f"exposed {format_ms(self.exposed_s)}{where}")
         if (of_counts_s := max(rank.counts_s for rank in self.ranks)) >= least_s:
             parts.append(f"counts {format_ms(of_counts_s)}")
-        if (norm_s := max(rank.norm_s for rank in self.ranks)) >= least_s:
-            hidden_s = min(rank.norm_hidden_s for rank in self.ranks)
-            parts.append(f"norms {format_ms(norm_s)} ({format_ms(hidden_s)} hidden)")
         rank, late_s = self.latest
         if late_s >= least_s:
             parts.append(f"rank {rank} late by {format_ms(late_s)}")

@@ -79,3 +79,8 @@ def _frames_of(code: CodeType) -> Iterator[FrameType]:
         if frame.f_code is code:
             yield frame
         frame = frame.f_back
+
+
+def takes_grad_scale(optimizer: Any) -> bool:
+    """Whether an optimizer's step divides gradients by its attribute ``grad_scale``, as torch's fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

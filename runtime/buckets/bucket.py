@@ -332,11 +332,6 @@ class Bucket:
         """Whether every ``.grad`` is the view of its place in the flat buffer."""
         return self._buffer.is_gradients(self.gradients())
 
-    @property
-    def version(self) -> int | None:
-        """Changes whenever an operator writes to the flat buffer or a gradient in it; None if it has no such views."""
-        return self._buffer.version
-
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every ``.grad``, if `is_gradients`, by a tensor of shape ()."""
         self._buffer.scale(factor)

@@ -128,13 +128,6 @@ class FlatBuffer:
         """Whether these are its views."""
         return self._views is not None and self._tensor is not None and self._views.are(gradients)
 
-    @property
-    def version(self) -> int | None:
-        """Of its memory, which the views count by themselves; None if it has none."""
-        if self._views is None or self._tensor is None:
-            return None
-        return self._tensor._version + sum(view._version for view in self._views.tensors)
-
     def scale(self, factor: Tensor) -> None:
         """Multiply its views by a tensor of shape ()."""
         self.tensor.mul_(factor)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -32,6 +33,7 @@ class OptimizerSteps:
         self._stepped: set[int] = set()
         self._optimizers: list[weakref.ref[Optimizer]] = []  # that have stepped since the last iteration
         self._last: set[int] = set()  # the parameters of the optimizer that began to step last
+        self._version_before = 0  # of these, when it began
         alive = weakref.ref(self)
 
         def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -80,6 +82,10 @@ class OptimizerSteps:
         """Whether any parameter has a gradient."""
         return any(p.grad is not None for p in self._parameters)
 
+    @property
+    def _version_of_last(self) -> int:
+        return sum(p._version for p in self._parameters if id(p) in self._last)
+
     def is_inside_step(self, algorithm: str) -> bool:
         """Whether a forward that begins is in the closure of a step.
 
@@ -116,6 +122,7 @@ class OptimizerSteps:
             if len(self._inside) == 1:
                 self._num_iterations_inside = 0
                 self._last = ids
+                self._version_before = self._version_of_last
                 self.step_begins()
 
     def _ends(self, optimizer: Optimizer) -> None:
@@ -125,6 +132,8 @@ class OptimizerSteps:
         self._inside = self._inside[: inside.index(optimizer)]
         self._stepped |= self._ids_of(optimizer)
         if not self._inside:
+            if self._version_of_last == self._version_before:  # a fused optimizer's step leaves it (torch 2.13)
+                increment_version([p for p in self._parameters if id(p) in self._last])
             self._optimizers.append(weakref.ref(optimizer))
             self.step_ends()
 

@@ -66,7 +66,6 @@ class RawStep:
     transfers: list[RawTransfer] = field(default_factory=list)
     blocked: list[tuple[Mark, Mark]] = field(default_factory=list)  #: waits for the algorithm as a whole
     counts: list[tuple[Mark, Mark]] = field(default_factory=list)  #: those of them for the counts of ``normalize_by``
-    norms: list[tuple[Mark, Mark]] = field(default_factory=list)  #: of buckets, as they were reduced
     number: int = 0
 
 
@@ -102,9 +101,6 @@ class NoRecords:
 
     def counts_have_come(self, since: Mark) -> None:
         """A wait that began like that, for the counts of ``normalize_by``, is over."""
-
-    def norm_is_known(self, since: Mark) -> None:
-        """The norm of a bucket has been computed, from `block_begins` on."""
 
     def gradients_are_handed_over(self) -> None:
         """Every ``.grad`` of the iteration is final."""
@@ -228,9 +224,6 @@ class StepRecords(NoRecords):
     def counts_have_come(self, since: Mark) -> None:
         self._step.counts.append((since, self._clock.mark()))
 
-    def norm_is_known(self, since: Mark) -> None:
-        self._step.norms.append((since, self._clock.mark()))
-
     def gradients_are_handed_over(self) -> None:
         self._step.ended = self._clock.mark()
 
@@ -276,7 +269,7 @@ class StepRecords(NoRecords):
             read = self._clock.read
             step.backward_began = read(step.backward_began)
             step.ended = read(step.ended)
-            for intervals in (step.blocked, step.counts, step.norms):
+            for intervals in (step.blocked, step.counts):
                 intervals[:] = [(read(since), read(until)) for since, until in intervals]
             for transfer in step.transfers:
                 transfer.ready, transfer.launched = read(transfer.ready), read(transfer.launched)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class LocalSteps:
     """Counts steps between a backward inside ``no_sync`` and the next forward.
 
-    A step changes a parameter in place, and its gradient is then dropped or set to zero. Either of them alone is no
-    step: weights may be swapped for an evaluation in the middle of an accumulation, and a bad micro-batch may be
-    dropped. One parameter is watched, so a step is found in constant time.
+    A step changes a parameter, and its gradient is then dropped or set to zero. Either of them alone is no step:
+    weights may be swapped for an evaluation in the middle of an accumulation, and a bad micro-batch may be dropped. One
+    parameter is watched. Its version tells who has written it, except for fused optimizers (torch 2.13), whose steps
+    call a hook.
 
     Args:
         parameters: Those that are reduced.
@@ -24,10 +29,14 @@ class LocalSteps:
         self._watched: int | None = None
         self._value_before = 0
         self._gradient_before: tuple[int, int] | None = None
+        self._is_stepped = False  # by an optimizer
+        self._listener: Any = None  # to all optimizers, while a parameter is watched
 
     def gradient_arrives(self, index: int) -> bool:
         """A parameter's gradient has been accumulated inside ``no_sync``: whether it is the first since a forward."""
         is_first = self._watched is None
+        if is_first:
+            self._listener = register_optimizer_step_post_hook(_note_step(weakref.ref(self)))
         if self._watched is None or self._watched == index:
             self._watched = index
             self._value_before = self._parameters[index]._version
@@ -38,11 +47,27 @@ class LocalSteps:
         """A forward with gradients begins, inside ``no_sync`` or not."""
         if self._watched is None:
             return
-        has_changed = self._parameters[self._watched]._version != self._value_before
+        self._listener.remove()
+        has_changed = self._is_stepped or self._parameters[self._watched]._version != self._value_before
         self.num_found += has_changed and self._gradient_of(self._watched) != self._gradient_before
-        self._watched = None
+        self._watched, self._is_stepped = None, False
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+        if self._watched is not None:
+            parameter = self._parameters[self._watched]
+            self._is_stepped |= any(parameter is p for group in optimizer.param_groups for p in group["params"])
 
     def _gradient_of(self, index: int) -> tuple[int, int] | None:
         """Which tensor it is, and how often it was written."""
         gradient = self._parameters[index].grad
         return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _note_step(of: weakref.ref[LocalSteps]) -> Any:
+    @torch.compiler.disable(reason="ddp_compile counts optimizer steps")
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (steps := of()) is not None:
+            steps.note_step(optimizer)
+
+    return note

@@ -413,12 +413,18 @@ def test_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> None:
 @on_ranks(2)
 def test_errors() -> None:
     rank = dist.get_rank()
-    model, _ = make_model(Decentralized())
-    loss = loss_of(model(batch(0, 0, 0)))
-    with torch.no_grad():
-        next(model.parameters()).add_(1.0)
-    written = error_of(ReductionError, loss.backward)
-    assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
+    for by_fused_optimizer in (False, True):
+        model, _ = make_model(Decentralized())
+        loss = loss_of(model(batch(0, 0, 0)))
+        first = next(model.parameters())
+        if by_fused_optimizer:
+            first.grad = torch.ones_like(first)
+            torch.optim.SGD([first], fused=True).step()
+        else:
+            with torch.no_grad():
+                first.add_(1.0)
+        written = error_of(ReductionError, loss.backward)
+        assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
     complex_model = nn.Linear(2, 2).to(torch.complex64)
     dtype = error_of(ReplicationError, lambda: ddp_compile(complex_model, algorithm=Decentralized()))
     assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype

@@ -20,6 +20,18 @@ def step_and_drop(parameter: Parameter) -> None:
     parameter.grad = None
 
 
+def step_fused_and_drop(parameter: Parameter) -> None:
+    torch.optim.SGD([parameter], lr=0.1, fused=True).step()
+    parameter.grad = None
+
+
+def step_another(parameter: Parameter) -> None:
+    other = Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    torch.optim.SGD([other], lr=0.1, fused=True).step()
+    parameter.grad = None
+
+
 def step_and_zero(parameter: Parameter) -> None:
     step(parameter)
     assert parameter.grad is not None
@@ -41,7 +53,9 @@ def swap_weights_for_an_evaluation(parameter: Parameter) -> None:
     ("between", "found"),
     [
         (step_and_drop, 1),
+        (step_fused_and_drop, 1),
         (step_and_zero, 1),
+        (step_another, 0),
         (drop_a_bad_micro_batch, 0),
         (swap_weights_for_an_evaluation, 0),
     ],

@@ -15,7 +15,6 @@ from in_ci import only
 from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_compile import ReductionError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, LocalSGD
@@ -61,6 +60,12 @@ def halve_flat(model: Any) -> None:
     torch._foreach_mul_([p.grad for p in model.layers.parameters()], 0.5)
 
 
+def unscale(model: Any) -> None:
+    """As ``GradScaler.unscale_`` does, by an operator that leaves the gradients' versions as they were."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(1), torch.tensor(1 / 64))
+
+
 def replace(model: Any) -> None:
     model.layers[0].weight.grad = model.layers[0].weight.grad * 3
 
@@ -82,6 +87,7 @@ WAYS = {
     "local_sgd": Way({"algorithm": LocalSGD(period=2)}),
     "changed": Way(change=halve),
     "changed, several": Way(change=halve_flat),
+    "unscaled": Way(change=unscale),
     "replaced": Way(change=replace),
     "two dtypes": Way(dtypes=(torch.float32, torch.float64), tolerance=1e-6),
     "bfloat16": Way(dtypes=(torch.bfloat16,), tolerance=2e-2),
@@ -97,7 +103,7 @@ def clipped_copies(model: nn.Module, way: Way) -> tuple[Tensor, dict[str, Tensor
     return total, {name: copied.grad for name, copied in copies.items() if copied.grad is not None}
 
 
-@pytest.mark.parametrize("name", only(["accumulation", "changed", "two dtypes"], WAYS))
+@pytest.mark.parametrize("name", only(["accumulation", "changed", "unscaled", "two dtypes"], WAYS))
 @on_ranks(2)
 def test_as_torch_does(name: str) -> None:
     way = WAYS[name]
@@ -123,6 +129,58 @@ def test_as_torch_does(name: str) -> None:
             torch.testing.assert_close(given, gradient, rtol=way.tolerance, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("scale", [None, 8.0])
+@on_ranks(2)
+def test_left_to_a_fused_optimizer(kind: Any, scale: float | None) -> None:
+    """Parameters and ``.grad`` after its steps are those of gradients that were clipped before."""
+    models: list[Any] = [ddp_compile(Net((torch.float32,)), backend="eager", bucket_cap_mb=8e-4) for _ in range(2)]
+    optimizers: list[Any] = [kind(model.parameters(), lr=1e-3, fused=True) for model in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None) for _ in models]
+    for step in range(4):
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            torch.manual_seed(10 * step + dist.get_rank())
+            scaler.scale(model(torch.randint(11, (4,))).square().sum()).backward()
+            scaler.unscale_(optimizer)
+            max_norm = 1e6 if step == 1 else 0.01
+            if model is models[0]:
+                model.clip_grad_norm_(max_norm)
+            else:
+                model.clip_grad_norm_(2 * max_norm, optimizer=optimizer)  # the last call counts
+                model.clip_grad_norm_(max_norm, optimizer=optimizer)
+            if step != 2:  # a step that is left out leaves nothing to the next one, which is not clipped
+                scaler.step(optimizer)
+            scaler.update()
+            assert hasattr(optimizer, "grad_scale") == (step == 2 and model is models[1])
+        for parameter, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(other, parameter)
+            if step != 2:
+                torch.testing.assert_close(other.grad, parameter.grad)
+        for model in models:
+            model.zero_grad()
+
+
+@on_ranks(2)
+def test_optimizers_that_gradients_cannot_be_left_to() -> None:
+    model: Any = ddp_compile(Net((torch.float32,)), backend="eager")
+    model(torch.arange(4)).sum().backward()
+    own = torch.nn.Parameter(torch.ones(1))
+    own.grad = torch.ones(1)
+    for optimizer, said in (
+        (torch.optim.SGD(model.parameters()), "class SGD that is not fused"),
+        (torch.optim.SGD(model.layers.parameters(), fused=True), "does not step all gradients of the model"),
+        (torch.optim.Adam([*model.parameters(), own], fused=True), "does not step all gradients of the model"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.clip_grad_norm_(1.0, optimizer=optimizer)
+    optimizer = torch.optim.SGD(model.parameters(), fused=True)
+    model.zero_grad()
+    shard_optimizer(optimizer, model)
+    model(torch.arange(4)).sum().backward()
+    with pytest.raises(ValueError, match="leave optimizer= out"):
+        model.clip_grad_norm_(1.0, optimizer=optimizer)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @on_ranks(2)
 def test_ignored_parameters_beside_a_sharded_optimizer(norm_type: float) -> None:
@@ -146,36 +204,6 @@ def test_ignored_parameters_beside_a_sharded_optimizer(norm_type: float) -> None
         model.await_parameters()
         trained.append([torch.stack(norms), *(p.detach().clone() for p in model.parameters())])
     torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-5)
-
-
-class NormsRead(TorchDispatchMode):
-    """Counts the gradients' elements that norms are computed of."""
-
-    num_elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "norm" in func.__name__:
-            tensors = args[0] if isinstance(args[0], list) else [args[0]]
-            # Smaller ones hold norms.
-            self.num_elements += sum(tensor.numel() for tensor in tensors if tensor.numel() >= 256)
-        return func(*args, **(kwargs or {}))
-
-
-@on_ranks(2)
-def test_buckets_are_read_once_and_early() -> None:
-    """From the second call on, a bucket's norm is known when it is asked for, unless gradients have changed since."""
-    model: Any = ddp_compile(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))), bucket_cap_mb=1e-3)
-    read = []
-    for step in range(5):
-        model.zero_grad()
-        model(torch.randn(4, 16)).square().sum().backward()
-        if step == 2:
-            model[0].weight.grad.mul_(2)
-        if step != 3:  # nobody clips in this step, so the next one is not measured
-            with NormsRead() as norms:
-                model.clip_grad_norm_(1.0)
-            read.append(norms.num_elements)
-    assert read == [3 * 256, 0, 256, 3 * 256]
 
 
 @on_ranks(2)
