@@ -47,14 +47,16 @@ class Implementation:
         forward: Called with a batch's inputs.
         no_sync: Context in which gradients accumulate locally.
         prepare_optimizers: Called with the optimizers of the model's parameters; returns the optimizers to step.
-        clip: Called with the model and the largest norm, before the optimizers step; nobody reads what it returns.
+        clip: Called with the model, the largest norm and the optimizers, which step next; nobody reads what it returns.
         token_scale: Makes what turns losses that are summed over tokens into a mean.
     """
 
     forward: Callable[[Any], Any]
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare_optimizers: Callable[[list[Optimizer]], list[Optimizer]] = lambda optimizers: optimizers
-    clip: Callable[[Any, float], object] = lambda model, max_norm: clip_grad_norm_(model.parameters(), max_norm)
+    clip: Callable[[Any, float, list[Optimizer]], object] = lambda m, max_norm, _: clip_grad_norm_(
+        m.parameters(), max_norm
+    )
     token_scale: Callable[[], LossScale] = BlockingCount
 
 
@@ -103,9 +105,15 @@ def _ddp_compile(model: nn.Module, case: Case, **settings: Any) -> Implementatio
     return Implementation(
         forward=replicated,
         no_sync=replicated.no_sync,
-        clip=lambda model, max_norm: model.clip_grad_norm_(max_norm),
+        clip=_clip,
         token_scale=partial(CountedByModel, replicated.normalize_by),
     )
+
+
+def _clip(model: Any, max_norm: float, optimizers: list[Optimizer]) -> None:
+    """A single fused optimizer multiplies the gradients in its step."""
+    is_fused = len(optimizers) == 1 and optimizers[0].defaults.get("fused")
+    model.clip_grad_norm_(max_norm, optimizer=optimizers[0] if is_fused else None)
 
 
 def _qadam(model: nn.Module, case: Case) -> Implementation:
@@ -117,7 +125,8 @@ def _qadam(model: nn.Module, case: Case) -> Implementation:
 
 def _sharded(model: nn.Module, case: Case) -> Implementation:
     ours = _ddp_compile(model, case)
-    return replace(ours, prepare_optimizers=partial(shard_optimizer, model=model))
+    prepare_optimizers = partial(shard_optimizer, model=model)
+    return replace(ours, prepare_optimizers=prepare_optimizers, clip=lambda m, max_norm, _: m.clip_grad_norm_(max_norm))
 
 
 #: Computation without any communication: one of the bounds.

@@ -95,7 +95,11 @@ class Training:
         )
         self.counts_tokens = settings.tokens
         self.loss_scale = implementation.token_scale() if settings.tokens else LossScale()
-        self.clip = (lambda: None) if settings.clip is None else partial(implementation.clip, model, settings.clip)
+        self.clip = (
+            (lambda: None)
+            if settings.clip is None
+            else partial(implementation.clip, model, settings.clip, self.optimizers)
+        )
         self.num_steps = 0
         self.loss: Tensor | None = None
         self.targets: Tensor | None = None  # of the same micro-batch, the last one
