@@ -7,8 +7,8 @@ Buckets are read when the user asks, and not as soon as they are reduced: nothin
 been written since. ``GradScaler.unscale_``, numpy and ``.data`` do so without a new version (torch 2.13).
 
 A fused optimizer divides gradients by its attribute ``grad_scale`` as it reads them, and writes the quotient to
-``.grad``. A GradScaler multiplies what it finds there by its own scale, and deletes the attribute after the step (torch
-2.13, amp/grad_scaler.py).
+``.grad``. The attribute is of float32, which is too coarse for gradients of float64. A GradScaler multiplies what it
+finds there by its own scale, and deletes the attribute after the step (torch 2.13, amp/grad_scaler.py).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GradientNorm:
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if not streams.has_streams(total.device) and coefficient == 1:
             return total
-        if optimizer is not None:
+        if optimizer is not None and total.dtype is not torch.float64:
             self._dividing = _DividingOptimizer(optimizer, 1 / coefficient.float())
             return total
         for bucket in whole:

@@ -271,7 +271,7 @@ class ReplicatedModule(nn.Module):
             error_if_nonfinite: Raise a RuntimeError if the norm is infinite or NaN.
             optimizer: A fused optimizer of torch that steps all of the gradients next. It clips them as it reads them,
                 through its ``grad_scale``, which saves a pass over the gradients. Until its step has ended, ``.grad``
-                is not clipped, unless another order or a DTensor asks for torch's function.
+                is not clipped, unless it has to be done at once: gradients of float64, DTensors, another order.
 
         Returns:
             The norm of all gradients before scaling, over the parts of all ranks, shape (); with a sharded optimizer,

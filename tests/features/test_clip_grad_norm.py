@@ -161,6 +161,17 @@ def test_left_to_a_fused_optimizer(kind: Any, scale: float | None) -> None:
 
 
 @on_ranks(2)
+def test_float64_is_not_left_to_a_fused_optimizer() -> None:
+    """``grad_scale`` is of float32."""
+    model: Any = ddp_compile(nn.Linear(4, 4).double(), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), fused=True)
+    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    model.clip_grad_norm_(0.1, optimizer=optimizer)
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.testing.assert_close(norm.item(), 0.1, rtol=1e-5, atol=0)
+
+
+@on_ranks(2)
 def test_optimizers_that_gradients_cannot_be_left_to() -> None:
     model: Any = ddp_compile(Net((torch.float32,)), backend="eager")
     model(torch.arange(4)).sum().backward()
