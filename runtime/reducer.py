@@ -104,11 +104,12 @@ class Reducer(Step):
         """See ``ReplicatedModule.clip_grad_norm_``. ``rest`` are the module's parameters that are in no bucket."""
         if self._lifecycle.phase.state is State.LAUNCHED:
             raise error_messages.not_finalized("model.clip_grad_norm_()")
-        total = None
+        total, since = None, self._queue.records.block_begins()
         if optimizer is None:
             total = self.algorithm.sharding.clip_grad_norm_(rest, max_norm, norm_type, error_if_nonfinite)
         if total is None:
             total = self._norm.clip(rest, max_norm, norm_type, error_if_nonfinite, optimizer)
+        self._queue.records.gradients_are_clipped(since)
         return total
 
     # Settings.

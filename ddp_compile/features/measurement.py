@@ -267,6 +267,7 @@ def _rank_step(rank: int, step: RawStep, origin_ns: int) -> RankStep:
         transfers=tuple(transfers),
         drained_s=_drained_ns(step) / 1e9,
         counts_s=union_length(step.counts) / 1e9,
+        clip_s=union_length(step.clips) / 1e9,
     )
 
 

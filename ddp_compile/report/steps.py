@@ -76,6 +76,7 @@ class RankStep:
         transfers: In the order of their launches.
         drained_s: How long it waited for the algorithm as a whole, rather than for one of the transfers.
         counts_s: The part of ``drained_s`` for the counts of ``normalize_by``.
+        clip_s: How long ``clip_grad_norm_`` took, since the step before.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class RankStep:
     transfers: tuple[Transfer, ...]
     drained_s: float = 0.0
     counts_s: float = 0.0
+    clip_s: float = 0.0
 
     @property
     def exposed_s(self) -> float:
@@ -291,6 +293,8 @@ class Step:
             parts.append(f"exposed {format_ms(self.exposed_s)}{where}")
         if (of_counts_s := max(rank.counts_s for rank in self.ranks)) >= least_s:
             parts.append(f"counts {format_ms(of_counts_s)}")
+        if (clip_s := max(rank.clip_s for rank in self.ranks)) >= least_s:
+            parts.append(f"clipping before it {format_ms(clip_s)}")
         rank, late_s = self.latest
         if late_s >= least_s:
             parts.append(f"rank {rank} late by {format_ms(late_s)}")

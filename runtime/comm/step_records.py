@@ -66,6 +66,7 @@ class RawStep:
     transfers: list[RawTransfer] = field(default_factory=list)
     blocked: list[tuple[Mark, Mark]] = field(default_factory=list)  #: waits for the algorithm as a whole
     counts: list[tuple[Mark, Mark]] = field(default_factory=list)  #: those of them for the counts of ``normalize_by``
+    clips: list[tuple[Mark, Mark]] = field(default_factory=list)  #: calls of ``clip_grad_norm_``, before it began
     number: int = 0
 
 
@@ -101,6 +102,9 @@ class NoRecords:
 
     def counts_have_come(self, since: Mark) -> None:
         """A wait that began like that, for the counts of ``normalize_by``, is over."""
+
+    def gradients_are_clipped(self, since: Mark) -> None:
+        """A call of ``clip_grad_norm_`` that began like that is over."""
 
     def gradients_are_handed_over(self) -> None:
         """Every ``.grad`` of the iteration is final."""
@@ -224,6 +228,9 @@ class StepRecords(NoRecords):
     def counts_have_come(self, since: Mark) -> None:
         self._step.counts.append((since, self._clock.mark()))
 
+    def gradients_are_clipped(self, since: Mark) -> None:
+        self._step.clips.append((since, self._clock.mark()))
+
     def gradients_are_handed_over(self) -> None:
         self._step.ended = self._clock.mark()
 
@@ -269,7 +276,7 @@ class StepRecords(NoRecords):
             read = self._clock.read
             step.backward_began = read(step.backward_began)
             step.ended = read(step.ended)
-            for intervals in (step.blocked, step.counts):
+            for intervals in (step.blocked, step.counts, step.clips):
                 intervals[:] = [(read(since), read(until)) for since, until in intervals]
             for transfer in step.transfers:
                 transfer.ready, transfer.launched = read(transfer.ready), read(transfer.launched)

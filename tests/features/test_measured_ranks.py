@@ -191,7 +191,7 @@ def test_ends_of_hooks_and_chains() -> None:
 
 @on_ranks(2)
 @eagerly
-def test_counts_and_norms_are_measured() -> None:
+def test_counts_and_clipping_are_measured() -> None:
     model = replicate()
     measurement = None
     for step in range(4):
@@ -200,11 +200,15 @@ def test_counts_and_norms_are_measured() -> None:
         loss = loss_of(model(torch.randn(6, 33)))
         model.normalize_by(6)
         loss.backward()
+        model.clip_grad_norm_(1.0)
         model.zero_grad()
     assert measurement is not None
-    for each in measurement.report().steps:
+    first, second = measurement.report().steps
+    for each in (first, second):
         for rank in each.ranks:
             assert 0 < rank.counts_s <= rank.drained_s
+    # The call before the first one came before measuring began.
+    assert all(rank.clip_s == 0 for rank in first.ranks) and all(rank.clip_s > 0 for rank in second.ranks)
     (normalizes,) = model.explain().averaging
     assert "normalize_by() divides" in normalizes
     assert normalizes in str(model.explain())
