@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from ddp_compile.bench.arguments import add_bench_arguments
 from ddp_compile.commands.arguments import add_explain_arguments, add_plan_arguments
 
 
@@ -16,8 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ddp_compile")
     commands = parser.add_subparsers(dest="command", required=True)
     bench_parser = commands.add_parser("bench", help="time ddp_compile and everything it can be compared with")
-    if list(arguments[:1]) == ["bench"]:  # imports torch for its choices
-        import_module("ddp_compile.bench.cli").add_arguments(bench_parser)
+    add_bench_arguments(bench_parser)
     explain_parser = commands.add_parser("explain", help="explain how a model would be trained, without training it")
     add_explain_arguments(explain_parser)
     plan_parser = commands.add_parser("plan", help="predict steps from measured ones, and save the best bucket plan")

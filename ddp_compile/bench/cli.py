@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ddp_compile.bench.arguments import MODES, SimulatedRate, command_line, link_rates
 from ddp_compile.bench.endings import check_folders, ending_of, one_interrupt
 from ddp_compile.bench.implementations import (
-    ALGORITHMS,
     COMMUNICATION,
     EAGER,
     IMPLEMENTATIONS,
@@ -27,134 +26,21 @@ from ddp_compile.bench.implementations import (
     implementation_named,
 )
 from ddp_compile.bench.link import LinkError, NamespacedLink, remove_stale, unavailable_reason
-from ddp_compile.bench.links import FixedLink, ShapedLink, SimulatedLink, SimulatedRate
+from ddp_compile.bench.links import FixedLink, ShapedLink, SimulatedLink
 from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
 from ddp_compile.bench.results import SummaryRow, summarize
 from ddp_compile.bench.run import BenchmarkRun, Link, RunResult, RunSettings
 from ddp_compile.bench.settings import Case, WorkloadSettings
-from ddp_compile.bench.training import OPTIMIZERS
-from ddp_compile.bench.workloads import LANGUAGE_MODELS, WORKLOADS, check_tokens
+from ddp_compile.bench.workloads import WORKLOADS, check_tokens
 from ddp_compile.validation.named_functions import load_function
 from ddp_compile.validation.rates import Rate
-
-QUICK = ("ddp-eager", "compile-ddp", "ddp_compile-forward")
-MODES = ("default", "reduce-overhead", "max-autotune")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments to its parser."""
-    _add_cases(parser)
-    _add_surroundings(parser)
-
-
-def _add_cases(parser: argparse.ArgumentParser) -> None:
-    own = "default: the model's own"
-    parser.add_argument(
-        "--model",
-        default="gpt-small",
-        help=f"{', '.join(WORKLOADS)}, or your own module:function, which takes nothing and returns a model, a function"
-        " that makes (inputs, targets) with a torch.Generator, and a loss function (default: %(default)s)",
-    )
-    parser.add_argument("--depth", type=_positive, help=f"layers of the model ({own})")
-    parser.add_argument("--width", type=_positive, help=f"features of a layer ({own})")
-    parser.add_argument("--batch-size", type=_positive, help=f"samples of a micro-batch on one rank ({own})")
-    parser.add_argument(
-        "--implementations",
-        type=_words,
-        default=list(QUICK),
-        metavar="NAME,...",
-        help=f"'all', or some of {', '.join(IMPLEMENTATIONS)}, and also {', '.join(ALGORITHMS)}, or your own"
-        " module:function, which takes the model and a Case and returns an Implementation (see"
-        f" ddp_compile/bench/implementations.py) (default: {','.join(QUICK)}; {LOCAL} and {COMMUNICATION} are always"
-        " measured)",
-    )
-    parser.add_argument(
-        "--modes", type=_words, default=["default"], metavar="MODE,...", help=f"{', '.join(MODES)} (default: default)"
-    )
-    parser.add_argument(
-        "--bucket-cap-mb", type=_capacities, default=[25.0], metavar="MIB,...", help="capacities to sweep (default: 25)"
-    )
-    parser.add_argument(
-        "--no-sync-every",
-        type=_positive,
-        default=1,
-        metavar="K",
-        help="micro-batches of a step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--optimizer",
-        choices=OPTIMIZERS,
-        default="sgd",
-        help="muon: Muon for the weights of linear layers but the head, AdamW for the rest; on a CPU with Newton-Schulz"
-        " iterations in float32 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--clip",
-        type=_positive_float,
-        metavar="MAX_NORM",
-        help="clip all gradients by their norm: peers with torch's clip_grad_norm_, ours with model.clip_grad_norm_",
-    )
-    parser.add_argument(
-        "--tokens",
-        action="store_true",
-        help=f"pad sequences of uneven lengths, and train the mean over tokens ({', '.join(LANGUAGE_MODELS)}): peers"
-        " with a blocking all-reduce of the count before the forward, ours with model.normalize_by",
-    )
-
-
-def _add_surroundings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--link",
-        type=_rates,
-        metavar="RATE,...",
-        help="rates such as 1gbit, or none for an unshaped link; real ones between CPU ranks (needs root and"
-        " iproute2), simulated ones on one CUDA device; simulated:1gbit for one CPU rank on a link that takes time but"
-        " no computation (default: 1gbit,none; on CUDA 1gbit)",
-    )
-    parser.add_argument("--ranks", type=_positive, help="number of ranks (default: 2; 1 on CUDA)")
-    parser.add_argument(
-        "--simulated-ranks",
-        type=_positive,
-        default=8,
-        help="ranks that a simulated link pretends to have (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--simulated-latency-ms",
-        type=_positive_float,
-        default=0.05,
-        help="of each collective of a simulated link (default: %(default)s)",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument(
-        "--rounds", type=_positive, default=12, help="turns of each implementation on each link (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=_positive,
-        default=2,
-        help="timed steps of a turn, after one that is not timed (default: %(default)s)",
-    )
-    parser.add_argument("--only-steps", action="store_true", help="no warm starts, memory or profiles")
-    parser.add_argument("--output", type=Path, help="folder for the results (default: runs/bench/DATE)")
-
-
-def command_line(arguments: argparse.Namespace) -> str:
-    """The command line for these arguments, with the defaults written out, since they may change."""
-    words = ["python", "-m", "ddp_compile", "bench"]
-    for name, value in vars(arguments).items():
-        if name == "command" or value is None or value is False:
-            continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words.append(",".join(map(str, value)) if isinstance(value, list) else str(value))
-    return shlex.join(words)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print tables, write files. Returns the exit status."""
     directory = arguments.output or Path("runs/bench") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     if arguments.link is None:
-        arguments.link = _rates("1gbit" if arguments.device == "cuda" else "1gbit,none")
+        arguments.link = link_rates("1gbit" if arguments.device == "cuda" else "1gbit,none")
     try:
         settings, workload = _checked(arguments, directory)
         _simulated_rates(arguments)
@@ -327,46 +213,3 @@ def _simulated_rates(arguments: argparse.Namespace) -> list[Rate]:
             " with --simulated-ranks"
         )
     return rates
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least 1")
-    return int(text)
-
-
-def _words(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise argparse.ArgumentTypeError("name at least one")
-    return words
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a positive number")
-    return value
-
-
-def _capacities(text: str) -> list[float]:
-    return [_positive_float(word) for word in _words(text)]
-
-
-def _rate(word: str) -> Rate:
-    rate = word.removeprefix("simulated:")
-    if rate == word:
-        return Rate.parse(word)
-    if Rate.parse(rate).bits_per_second is None:
-        raise ValueError(f"{word}: a simulated link has a rate; pass for example simulated:1gbit")
-    return SimulatedRate.parse(rate)
-
-
-def _rates(text: str) -> list[Any]:
-    try:
-        return [_rate(word) for word in _words(text)]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

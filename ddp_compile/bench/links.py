@@ -46,13 +46,6 @@ class FixedLink:
         return None
 
 
-class SimulatedRate(Rate):
-    """The rate of a simulated link: "simulated:1gbit"."""
-
-    def __str__(self) -> str:
-        return f"simulated:{super().__str__()}"
-
-
 class SimulatedLink:
     """Rates of a simulated link, see `ddp_compile.bench.simulated_link`."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OPTIMIZERS = ("sgd", "adamw", "muon")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadSettings:
@@ -14,7 +16,7 @@ class WorkloadSettings:
         depth: Number of layers; the model's own default when None.
         width: Features of a layer; the model's own default when None.
         batch_size: Samples of one micro-batch on one rank; the model's own default when None.
-        optimizer: A name of `ddp_compile.bench.training.OPTIMIZERS`.
+        optimizer: A name of `OPTIMIZERS`.
         device: "cpu" or "cuda".
         clip: Largest norm of all gradients, to which they are clipped before the optimizer; not clipped when None.
         tokens: Sequences have uneven lengths, and gradients are the mean over the tokens of all ranks.

@@ -15,11 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from ddp_compile.bench.implementations import Implementation
 from ddp_compile.bench.loss_scale import LossScale, num_tokens
-from ddp_compile.bench.settings import StepRecord, WorkloadSettings
+from ddp_compile.bench.settings import OPTIMIZERS, StepRecord, WorkloadSettings
 from ddp_compile.bench.workloads import Workload
 
 NUM_BATCHES = 8
-OPTIMIZERS = ("sgd", "adamw", "muon")
 
 
 class Clock:

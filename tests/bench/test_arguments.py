@@ -1,4 +1,4 @@
-"""A recorded command line can be run again."""
+"""The command line of `bench`: it can be run again, and its help names what there is."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import shlex
 
 import pytest
 
-from ddp_compile.bench.cli import add_arguments, command_line
+from ddp_compile.bench.arguments import add_bench_arguments, command_line
+from ddp_compile.bench.implementations import ALGORITHMS, IMPLEMENTATIONS
+from ddp_compile.bench.workloads import LANGUAGE_MODELS, WORKLOADS
 
 
 @pytest.fixture
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_bench_arguments(parser)
     return parser
 
 
@@ -32,3 +34,10 @@ def test_a_command_can_be_asked_for_again(parser: argparse.ArgumentParser, argum
     assert words[:4] == ["python", "-m", "ddp_compile", "bench"]
     assert "--rounds" in words  # defaults too, since they may change
     assert parser.parse_args(words[4:]) == asked
+
+
+def test_help_names_what_there_is(parser: argparse.ArgumentParser) -> None:
+    helps = {action.dest: action.help or "" for action in parser._actions}
+    assert helps["model"].startswith(f"{', '.join(WORKLOADS)}, or your own")
+    assert f"some of {', '.join(IMPLEMENTATIONS)}, and also {', '.join(ALGORITHMS)}, or" in helps["implementations"]
+    assert f"({', '.join(LANGUAGE_MODELS)})" in helps["tokens"]

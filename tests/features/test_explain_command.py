@@ -110,6 +110,9 @@ def test_help_and_wrong_words_import_no_torch() -> None:
         (["--help"], 0),
         (["explain", "--help"], 0),
         (["plan", "--help"], 0),
+        (["bench", "--help"], 0),
+        (["bench", "--rounds", "0"], 2),
+        (["bench", "--link", "1gb"], 2),
         (["explian", "m:f"], 2),
     ]:
         code = f"import sys; sys.argv[1:] = {words}; import ddp_compile.__main__ as m\n"
