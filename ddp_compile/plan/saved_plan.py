@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ddp_compile.errors import number_of
@@ -32,20 +32,22 @@ def load_for(path: str | os.PathLike[str] | None, gradients: Sequence[GradientSp
         plan = BucketPlan.load(path)
     except ValueError as error:
         return SavedPlan(None, str(error))
-    difference = difference_between(plan, gradients)
-    if difference is None:
-        return SavedPlan(plan, "")
-    return SavedPlan(
-        None,
-        f"bucket_plan={os.fspath(path)!r} is the plan of another model: {difference}. Pass a plan that was saved with"
-        " this model, or leave bucket_plan out",
-    )
+    setting, difference = f"bucket_plan={os.fspath(path)!r}", difference_between(plan, gradients)
+    if difference is not None:
+        said = f"{setting} is the plan of another model: {difference}. Pass a plan that was saved with this model, or"
+        return SavedPlan(None, f"{said} leave bucket_plan out")
+    theirs = _reduce_dtype(gradient for bucket in plan.buckets for gradient in bucket.gradients)
+    ours = _reduce_dtype(gradients)
+    if theirs != ours:
+        said = f"{setting} was saved with reduce_dtype={theirs}, and this model has reduce_dtype={ours}; pass"
+        return SavedPlan(None, f"{said} reduce_dtype={theirs}, or leave bucket_plan out")
+    return SavedPlan(plan, "")
 
 
 def difference_between(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> str | None:
     """How a plan's model differs from the model with these gradients; None if it does not.
 
-    Owners may differ, since they are chosen after the plan has been loaded.
+    Owners may differ, since they are chosen after the plan has been loaded. So may ``reduce_dtype``.
     """
     theirs = {gradient.fqn: gradient for bucket in plan.buckets for gradient in bucket.gradients}
     ours = {gradient.fqn: gradient for gradient in gradients}
@@ -66,5 +68,10 @@ def difference_between(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> s
 def _described(gradient: GradientSpec | None) -> str:
     if gradient is None:
         return "missing"
-    sparse = ", sparse" if gradient.is_sparse else ""
-    return f"{gradient.dtype}, {number_of(gradient.numel, 'element')}, on {gradient.device}{sparse}"
+    dtype, sparse = gradient.param_dtype or gradient.dtype, ", sparse" if gradient.is_sparse else ""
+    return f"{dtype}, {number_of(gradient.numel, 'element')}, on {gradient.device}{sparse}"
+
+
+def _reduce_dtype(gradients: Iterable[GradientSpec]) -> str:
+    """What ``reduce_dtype`` was for these gradients, as code; "None" if it changed none of them."""
+    return next((f"torch.{gradient.dtype}" for gradient in gradients if gradient.param_dtype is not None), "None")

@@ -90,6 +90,20 @@ def test_plan_of_another_model(module: Any, said: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("saved", "loaded"), [(None, torch.float32), (torch.float32, None)], ids=["saved without", "saved with"]
+)
+def test_plan_with_another_reduce_dtype(saved: torch.dtype | None, loaded: torch.dtype | None, tmp_path: Path) -> None:
+    replicated(model_of().bfloat16(), reduce_dtype=saved).bucket_plan.save(tmp_path / "plan")
+    said = f"plan' was saved with reduce_dtype={saved}, and this model has reduce_dtype={loaded}; pass"
+    with pytest.raises(ValueError, match=re.escape(f"{said} reduce_dtype={saved}, or leave bucket_plan out")):
+        replicated(model_of().bfloat16(), bucket_plan=tmp_path / "plan", reduce_dtype=loaded)
+    replicated(model_of().bfloat16(), bucket_plan=tmp_path / "plan", reduce_dtype=saved)
+    # Of a float32 model it is the plan of another model: the buckets of both are of float32.
+    with pytest.raises(ValueError, match=r"plan of another model: 0\.weight: bfloat16, 64 elements"):
+        replicated(model_of(), bucket_plan=tmp_path / "plan", reduce_dtype=loaded)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         (None, "cannot be loaded: [Errno 2] No such file or directory"),
