@@ -6,6 +6,7 @@ that MkDocs calls.
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+_logger = logging.getLogger("mkdocs.hooks")
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Files of the repository that are pages of the site as well; those of docs/ all are.
@@ -27,6 +29,7 @@ PICTURES = "benchmarks/results/**/*.png"
 
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _REFERENCE = re.compile(r"^<!-- (::: [\w.]+) -->$", re.MULTILINE)
+_ELSEWHERE = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="((?:https?:)?//[^"]*)"')
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -67,6 +70,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Write one colon for the two with which docstrings announce code."""
     return html.replace("::</p>", ":</p>")
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Warn, which --strict makes an error, of a page that would load something from elsewhere."""
+    for loaded in _ELSEWHERE.findall(output):
+        _logger.warning("%s loads %s from elsewhere; the site has to work without a network", page.file.src_uri, loaded)
+    return output
 
 
 def _uri_on_site(path: str) -> str:
