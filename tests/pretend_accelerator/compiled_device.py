@@ -21,14 +21,14 @@ BUILDS = Path(__file__).parents[2] / "build" / "pretend_accelerator"
 TORCH = Path(torch.__file__).parent
 # Without optimization, since the compiler's time is most of what the tests cost.
 FLAGS = ["-std=c++20", "-O0", "-g0", "-fPIC", "-w", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
-INCLUDES = [TORCH / "include", TORCH / "include/torch/csrc/api/include", sysconfig.get_path("include")]
+INCLUDES = [SOURCES, TORCH / "include", TORCH / "include/torch/csrc/api/include", sysconfig.get_path("include")]
 LIBRARIES = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 
 
 def folder() -> Path:
     """The folder of the extension module, compiled if it is not there. Processes wait for one that compiles."""
     digest = hashlib.sha256(f"{torch.__version__} {sys.version} {FLAGS}".encode())
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted(SOURCES.rglob("*.*")):
         digest.update(path.name.encode() + path.read_bytes())
     built = BUILDS / digest.hexdigest()[:16]
     library = built / f"{MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
