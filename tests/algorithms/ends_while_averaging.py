@@ -48,6 +48,11 @@ def train(model: Any, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
         time.sleep(0.02)
 
 
+def report(line: str) -> None:
+    """Print a line by one write, since other processes print to the same pipe."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
 def train_until_told(scenario: str) -> None:
     model, optimizer = make_model(scenario, 0)
     begin = time.monotonic()
@@ -57,7 +62,7 @@ def train_until_told(scenario: str) -> None:
         said = "nothing"
     except ReductionError as error:
         said = str(error)
-    print(f"{scenario} said: {said!r}", flush=True)
+    report(f"{scenario} said: {said!r}")
 
 
 def end(scenario: str) -> None:
@@ -112,7 +117,7 @@ torch.compiler.set_stance("force_eager")
 begun = fork_pairs(sys.argv[2:])
 if isinstance(begun, dict):
     for name, pair in begun.items():
-        print(f"{name} codes: {wait_for(pair)}", flush=True)
+        report(f"{name} codes: {wait_for(pair)}")
 elif begun[1] == 0:
     train_until_told(begun[0])
 elif begun[0] == "child":
