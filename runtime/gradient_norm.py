@@ -102,11 +102,10 @@ class _DividingOptimizer:
 
     def _has_stepped(self, optimizer: Any, *_: object) -> None:
         if not hasattr(optimizer, "found_inf"):  # set while a GradScaler steps
-            self.stop()
-        self._hook.remove()
+            vars(optimizer).pop("grad_scale", None)
 
     def stop(self) -> None:
-        """Divide no longer: the optimizer has stepped, or its step has been left out."""
+        """Divide no longer, for the step has been left out, and do not listen; not while torch goes through hooks."""
         self._hook.remove()
         vars(self._optimizer).pop("grad_scale", None)
 
