@@ -51,7 +51,6 @@ class LaunchQueue:
         self._normalizer = normalizer
         #: Called when no bucket of the iteration is left to launch.
         self.on_all_launched: Callable[[], object] = _nothing
-        #: Called with each bucket when it has been waited for, and others may still be under way.
         self.records: NoRecords = NO_RECORDS  #: of the model's steps
         self._monitor = monitor
         self.world_size = world_size
@@ -303,4 +302,4 @@ def _reduction_failed(bucket: Bucket, error: RuntimeError) -> ReductionError:
 
 
 def _nothing() -> None:
-    return None
+    pass

@@ -30,15 +30,16 @@ class LocalSteps:
         self._value_before = 0
         self._gradient_before: tuple[int, int] | None = None
         self._is_stepped = False  # by an optimizer
-        self._listener: Any = None  # to all optimizers, while a parameter is watched
+        self._listens = False  # to all optimizers, from the first backward inside ``no_sync`` on
 
     def gradient_arrives(self, index: int) -> bool:
         """A parameter's gradient has been accumulated inside ``no_sync``: whether it is the first since a forward."""
         is_first = self._watched is None
-        if is_first:
-            self._listener = register_optimizer_step_post_hook(_note_step(weakref.ref(self)))
+        if not self._listens:
+            self._listens = True
+            weakref.finalize(self, register_optimizer_step_post_hook(_note_step(weakref.ref(self))).remove)
         if self._watched is None or self._watched == index:
-            self._watched = index
+            self._watched, self._is_stepped = index, False
             self._value_before = self._parameters[index]._version
             self._gradient_before = self._gradient_of(index)
         return is_first
@@ -47,7 +48,6 @@ class LocalSteps:
         """A forward with gradients begins, inside ``no_sync`` or not."""
         if self._watched is None:
             return
-        self._listener.remove()
         has_changed = self._is_stepped or self._parameters[self._watched]._version != self._value_before
         self.num_found += has_changed and self._gradient_of(self._watched) != self._gradient_before
         self._watched, self._is_stepped = None, False

@@ -1,5 +1,4 @@
-// What c10d's headers need of <ATen/ATen.h>, which has all operators and takes the compiler half of its time. It is found
-// before torch's.
+// What c10d's headers need of <ATen/ATen.h>, which is found after this one and has the compiler read all operators.
 #pragma once
 
 #include <ATen/core/Tensor.h>
