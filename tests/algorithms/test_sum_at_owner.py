@@ -112,19 +112,6 @@ def test_hierarchical(wire_dtype: torch.dtype | None) -> None:
     assert (of_all_ranks(reduced) == reduced).all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sum_dtype": torch.float16}, r"sum_dtype=torch.float16\): pass torch.float32"),
-        ({"sum_dtype": "float32"}, r"sum_dtype='float32'\): pass torch.float32"),
-        ({"reproducible": True, "hierarchical": True}, "how many ranks a node has; drop one of them"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GradientAllReduce(**settings)
-
-
 @on_ranks(2)
 def test_refused_models() -> None:
     said = f"rank {dist.get_rank()}: the gradient all-reduce with sums at the owner takes"

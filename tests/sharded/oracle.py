@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import flat_of, own_batch
 from models import Mlp, loss_of
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -85,9 +86,13 @@ def muon(module: nn.Module) -> list[Optimizer]:
     return [optim.Muon(groups, lr=0.02), optim.AdamW(others, lr=0.01)]
 
 
-def two_of_torch(module: nn.Module) -> list[Optimizer]:
+class Momentum(optim.SGD):
+    """Of a user: whether it works element by element has to be said."""
+
+
+def two(module: nn.Module) -> list[Optimizer]:
     matrices, others = matrices_and_others(module)
-    return [optim.SGD(others, lr=0.1, momentum=0.9), optim.AdamW(matrices, lr=0.01, fused=True)]
+    return [Momentum(others, lr=0.1, momentum=0.9), optim.AdamW(matrices, lr=0.01, fused=True)]
 
 
 def whitening(module: nn.Module) -> list[Optimizer]:
@@ -110,14 +115,13 @@ KINDS: dict[str, tuple[Callable[[nn.Module], list[Optimizer]], dict[str, Any]]] 
     "adamw": (in_groups(lambda p: optim.AdamW(p, lr=0.01, fused=True)), {}),
     "muon": (muon, {}),
     "adafactor": (lambda module: [optim.Adafactor(module.parameters(), lr=0.02)], {}),
-    "two": (two_of_torch, {}),
+    "two": (two, {"elementwise": True}),
     "whitening": (whitening, {"elementwise": False}),
 }
 
 
 def batch(step: int) -> Tensor:
-    torch.manual_seed(10 * step + dist.get_rank())
-    return torch.randn(6, WIDTH)
+    return own_batch(step, WIDTH, rows=6)
 
 
 class Pair:
@@ -126,19 +130,18 @@ class Pair:
     With another ``dtype`` the model has master weights, and the plain module has the same values in float32.
     """
 
-    def __init__(self, kind: str, sharded: bool = True, **settings: Any) -> None:
+    def __init__(self, kind: str, net: Callable[[], nn.Module] = Net, **settings: Any) -> None:
         torch.manual_seed(1)
         make, of_kind = KINDS[kind] if kind in KINDS else (in_groups(optimizers_by_name()[kind]), {})
         self.dtype = settings.pop("dtype", torch.float32)
-        module = Net().to(self.dtype)
+        module = net().to(self.dtype)
         self.reference = copy.deepcopy(module).float()
         settings = {"backend": "eager", "split": "backward", "bucket_cap_mb": CAP_MB} | settings
         overlap = settings.pop("overlap", True)
         self.model: Any = ddp_compile(module, **settings)
         self.optimizers = make(self.model)
-        if sharded:
-            of_kind = {"overlap": overlap, "master_weights": self.dtype != torch.float32, **of_kind}
-            assert shard_optimizer(self.optimizers, self.model, **of_kind) is self.optimizers
+        of_kind = {"overlap": overlap, "master_weights": self.dtype != torch.float32, **of_kind}
+        assert shard_optimizer(self.optimizers, self.model, **of_kind) is self.optimizers
         self.of_reference = make(self.reference)
         self.schedulers = [
             [optim.lr_scheduler.StepLR(each, 3, 0.5) for each in of_kind]
@@ -251,11 +254,6 @@ def plain(model: Any, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-def values_of(model: nn.Module) -> Tensor:
-    """All parameters, shape (n,)."""
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def assert_trains_alike(
     train: Callable[[Any, Any], None], module: Callable[[], nn.Module] | None = None, tolerance: float = 0.0, **how: Any
 ) -> None:
@@ -265,7 +263,7 @@ def assert_trains_alike(
         torch.manual_seed(2)
         model, optimizer = make(module=module and module(), sharded=sharded, **how)
         train(model, optimizer)
-        ends.append(values_of(model))
+        ends.append(flat_of(model))
     assert torch.allclose(*ends, rtol=0.0, atol=tolerance), (train.__name__, how)
 
 
@@ -275,12 +273,6 @@ def late_rank(rank: int = 1) -> Iterator[None]:
     if dist.get_rank() == rank:
         time.sleep(0.15)
     yield
-
-
-def equal_on_all_ranks(values: Tensor) -> bool:
-    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, values.contiguous())
-    return all(torch.equal(every[0], each) for each in every)
 
 
 def in_a_child(read: Callable[[], Any]) -> Any:

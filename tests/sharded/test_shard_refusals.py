@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import math
 import pickle
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import flat_of, is_same_everywhere
 from models import Mlp, loss_of
-from oracle import WIDTH, batch, make, plain, refused, values_of
+from oracle import WIDTH, batch, make, plain, refused, said_by
 from rank_pool import RankFailure, Ranks, on_ranks
 from torch import Tensor, nn, optim
 
@@ -299,6 +302,57 @@ def test_forward_between_backward_and_step(is_local: bool) -> None:
             call()
 
 
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@on_ranks(2)
+def test_gradients_stay_hidden_after_a_forward(split: str) -> None:
+    """Between backward and step, in ``no_sync()`` too: what a user's code does that has forgotten the shards."""
+    torch._dynamo.reset()
+    model, optimizer = make("sgd", backend="aot_eager", split=split)
+    first = next(model.parameters())
+    said: list[str] = []
+    uses: list[Callable[[], Any]] = [
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: first.grad.add_(1.0),
+        lambda: first.grad + 1.0,
+    ]
+    for is_local in (False, True, False):
+        loss_of(model(batch(0))).backward()
+        with model.no_sync() if is_local else nullcontext():
+            out = model(batch(1))
+
+        out.register_hook(lambda _gradient: said.extend(map(said_by, uses)))
+        said.extend(map(said_by, uses))
+        with model.no_sync() if is_local else nullcontext():
+            loss_of(out).backward()
+        if is_local:
+            loss_of(model(batch(2))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(batch(3))
+    assert all(parameter.grad is None for parameter in model.parameters())  # nothing is hidden where nothing is
+    assert len(said) == 3 * 2 * 3
+    for text in said:
+        assert f"ReplicationError: rank {dist.get_rank()}: " in text
+        assert "Clip with model.clip_grad_norm_(max_norm)" in text
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_step_after_the_model_is_gone() -> None:
+    """A GradScaler asks for the gradients of an optimizer whose model is gone."""
+    model, optimizer = make("sgd")
+    held, scaler = list(model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0)
+    before = torch.cat([p.detach().flatten() for p in held])
+    scaler.scale(loss_of(model(batch(0)))).backward()
+    algorithm = weakref.ref(model.comm_algorithm)
+    del model
+    gc.collect()
+    scaler.step(optimizer)
+    after = torch.cat([p.detach().flatten() for p in held])
+    assert algorithm() is None
+    assert is_same_everywhere(after) and (before != after).any()
+
+
 # Ranks that differ.
 
 
@@ -362,7 +416,7 @@ def test_edits_of_groups() -> None:
                 group["params"] = kept
             optimizer.step()
             optimizer.zero_grad()
-        ends.append(values_of(model))
+        ends.append(flat_of(model))
     assert torch.equal(*ends)
     group["params"] = group["params"][1:]
     with pytest.warns(UserWarning, match=r"an edit is undone: group"):
