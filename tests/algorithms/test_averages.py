@@ -526,3 +526,16 @@ def test_last_forward_of_one_rank() -> None:
         model(batch(0, 1, 0))  # which has sent, and no other rank has
     model.unwrap()
     assert is_same_everywhere(flat_of(model))
+
+
+@on_ranks(2)
+def test_out_of_step_ranks_raise() -> None:
+    """One rank leaves out a backward."""
+    model, optimizer = make_model(LowPrecisionDecentralized())
+    train_step(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        loss_of(model(batch(0, 0, 0)))
+    with pytest.raises(RanksDifferError, match="training forwards without a backward: ") as raised:
+        for step in range(1, 5):
+            train_step(model, optimizer, step)
+    assert str(raised.value).startswith(f"rank {dist.get_rank()}: at the end of iteration")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import compiled_device
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 
 DEVICE = "acc"
 BACKEND = "accl"
@@ -47,7 +46,6 @@ def load(num_devices: int = 2, has_stream_interface: bool = True) -> Any:
     torch._register_device_module(DEVICE, _device_module(extension(), has_stream_interface))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[DEVICE])
-    _register_convolutions()
     return extension()
 
 
@@ -80,31 +78,6 @@ def _make_group(options: Any, _backend_options: object) -> Any:
     store = dist.PrefixStore(BACKEND, options.store)
     gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
     return extension().Group(gloo, options.group_rank, options.group_size)
-
-
-def _register_convolutions() -> None:
-    """torch has a hook for these on devices of vendors, and no way back to the CPU."""
-
-    def on_cpu(name: str) -> Callable[..., Any]:
-        operator = getattr(torch.ops.aten, name)
-
-        def run(*args: Any) -> Any:
-            device = args[0].device
-            results = operator(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
-            return pytree.tree_map_only(torch.Tensor, lambda result: result.to(device), results)
-
-        return run
-
-    def backward(*args: Any) -> Any:
-        *tensors_and_strides, mask = args
-        return on_cpu("convolution_backward")(*tensors_and_strides[:3], None, *tensors_and_strides[3:], mask)
-
-    _library.impl("convolution_overrideable", on_cpu("convolution"), "PrivateUse1")
-    _library.impl("convolution_backward_overrideable", backward, "PrivateUse1")
-
-
-#: What it registers lasts as long as it does.
-_library = torch.library.Library("aten", "IMPL")
 
 
 def _device_module(extension: Any, has_stream_interface: bool) -> types.ModuleType:

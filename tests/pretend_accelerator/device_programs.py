@@ -317,6 +317,7 @@ def as_on_cpu(run: Callable[[Where], Parameters], tolerance: float = 2e-6) -> Pr
     return Program(run, "CPU ranks", tolerance)
 
 
+DILOCO = DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, fragment_update_alpha=0.5)
 BACKWARD, FORWARD = {"split": "backward"}, {"split": "forward"}
 PROGRAMS = {
     "backward split": averaging(**BACKWARD),
@@ -344,9 +345,7 @@ PROGRAMS = {
     "shift one": as_on_cpu(partial(train, algorithm=Decentralized(peer_selection="shift_one"))),
     "ring": as_on_cpu(partial(train, algorithm=LowPrecisionDecentralized()), 1e-4),
     "local SGD": as_on_cpu(partial(train, algorithm=LocalSGD(period=2))),
-    "DiLoCo": as_on_cpu(
-        partial(train, algorithm=DiLoCo(2, fragments=2, fragment_sync_delay=1, fragment_update_alpha=0.5))
-    ),
+    "DiLoCo": as_on_cpu(partial(train, algorithm=DILOCO)),
     "asynchronous average": Program(asynchronous, tolerance=0.05),
     "join": as_on_cpu(joined),
     "measured": Program(measured),

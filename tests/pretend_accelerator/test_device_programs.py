@@ -25,8 +25,8 @@ pytestmark = needs_pinned_torch
 
 # The most demanding placement. "default stream" is what most people have.
 HARDEST = "side stream, device not set"
-#: The device has no sparse tensors.
-WAYS_OF_THE_DEVICE = [name for name in WAYS if name != "sparse_regulariser"]
+#: The device has no sparse tensors and no convolutions.
+WAYS_OF_THE_DEVICE = [name for name in WAYS if name not in ("sparse_regulariser", "channels_last")]
 
 
 @pytest.fixture(scope="module")

@@ -184,12 +184,12 @@ def test_forward_waits_before_each_read(backend: str, split: str) -> None:
 
     sharding.await_parameters = noted
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        outputs = model(batch(3))
-    loss_of(outputs).backward()
+        loss_of(model(batch(3))).backward()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     found = [event.name for event in events if event.name.startswith(("left ", "aten::addmm", "aten::mm"))]
     num_buckets = len(model.bucket_plan.buckets)
     assert num_buckets > 2
+    assert {f"ddp_compile::bucket_0_{what}" for what in ("wait", "gather_wait")} <= {event.name for event in events}
     expected = [name for left in range(num_buckets - 1, -1, -1) for name in (f"left {left}", "mm")]
     assert [name if name.startswith("left ") else "mm" for name in found][: 2 * num_buckets] == expected
 
