@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from averages import Simulation, batch, error_of, make_model, tell_nodes, train_step
+from averages import Simulation, batch, error_of, make_model, on_nodes, train_step
 from beside import flat_of, is_same_everywhere, of_all_ranks, seeded
 from compression import make_qadam
 from in_ci import only
@@ -261,12 +261,6 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 # Nodes.
 
 
-def make_model_on_nodes(sizes: Sequence[int], algorithm: AlgorithmConfig) -> tuple[Any, torch.optim.Optimizer]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        tell_nodes(monkeypatch, sizes)
-        return make_model(algorithm)
-
-
 @pytest.mark.parametrize(
     ("sizes", "peers"),
     only([((2, 2), "shift_one"), ((1, 3), "all")], itertools.product([(2, 2), (1, 3), (4,)], ["all", "shift_one"])),
@@ -274,7 +268,8 @@ def make_model_on_nodes(sizes: Sequence[int], algorithm: AlgorithmConfig) -> tup
 @on_ranks(4)
 @torch.compiler.set_stance("force_eager")
 def test_nodes_count_by_their_ranks(sizes: tuple[int, ...], peers: Any) -> None:
-    model, _ = make_model_on_nodes(sizes, Decentralized(peer_selection=peers, hierarchical=True))
+    with on_nodes(*sizes):
+        model, _ = make_model(Decentralized(peer_selection=peers, hierarchical=True))
     for step in range(2):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -287,7 +282,8 @@ def test_nodes_count_by_their_ranks(sizes: tuple[int, ...], peers: Any) -> None:
 @on_ranks(4)
 @torch.compiler.set_stance("force_eager")
 def test_ring_of_nodes() -> None:
-    model, optimizer = make_model_on_nodes((2, 2), LowPrecisionDecentralized(hierarchical=True))
+    with on_nodes(2, 2):
+        model, optimizer = make_model(LowPrecisionDecentralized(hierarchical=True))
     for step in range(3):
         train_step(model, optimizer, step)
     everyone = of_all_ranks(flat_of(model))
@@ -473,8 +469,7 @@ def test_nodes_that_do_not_fit_are_refused() -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.delenv("LOCAL_RANK", raising=False)
             assert says in error_of(ValueError, lambda config=config: ddp_compile(nn.Linear(2, 2), algorithm=config))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        tell_nodes(monkeypatch, [1, 2])
+    with on_nodes(1, 2):
         model, optimizer = make_model(Decentralized())
         sizes = error_of(ValueError, lambda: model.set_comm_algorithm(LowPrecisionDecentralized(hierarchical=True)))
         assert "needs nodes of one size" in sizes and "1, 2 ranks" in sizes

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from averages import tell_nodes
+from averages import on_nodes
 from beside import is_same_everywhere, of_all_ranks, own_batch, pair, seeded
 from compression import byte_grad_of
 from in_ci import only
@@ -168,12 +168,6 @@ TWO_AND_TWO, ONE_AND_THREE = [2, 2], [1, 3]
 EVERYONE = [0, 1, 2, 3]
 
 
-def on_nodes(sizes: Sequence[int], module: nn.Module, **settings: Any) -> Any:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        tell_nodes(monkeypatch, sizes)
-        return ddp_compile(module, **settings)
-
-
 @pytest.mark.parametrize(
     ("sizes", "algorithm", "members"),
     only(
@@ -189,7 +183,8 @@ def test_hierarchical_mean(sizes: list[int], algorithm: AlgorithmConfig, members
         return
     plain = seeded(lambda: Mlp(17, 4))
     settings: Any = {"bucket_cap_mb": 0.002, "backend": "aot_eager"}
-    model = on_nodes(sizes, copy.deepcopy(plain), algorithm=algorithm, process_group=group, **settings)
+    with on_nodes(*sizes):
+        model = ddp_compile(copy.deepcopy(plain), algorithm=algorithm, process_group=group, **settings)
     for step in range(3):
         for each in (plain, model):
             each.zero_grad()
@@ -204,7 +199,8 @@ def test_hierarchical_mean(sizes: list[int], algorithm: AlgorithmConfig, members
 @on_ranks(4)
 def test_byte_grad_compresses_sums_of_nodes() -> None:
     plain = seeded(lambda: nn.Linear(33, 5))
-    model = on_nodes(TWO_AND_TWO, copy.deepcopy(plain), algorithm=BYTE_GRAD, backend="eager")
+    with on_nodes(2, 2):
+        model = ddp_compile(copy.deepcopy(plain), algorithm=BYTE_GRAD, backend="eager")
     for each in (plain, model):
         loss_of(each(own_batch(0, 33, 6))).backward()
     (bucket,) = model.bucket_plan.buckets
@@ -216,5 +212,5 @@ def test_byte_grad_compresses_sums_of_nodes() -> None:
 
 @on_ranks(2)
 def test_ranks_have_to_agree_on_hierarchical() -> None:
-    with pytest.raises(RanksDifferError, match="hierarchical gradient all-reduce"):
-        on_nodes([2], nn.Linear(2, 2), algorithm=GradientAllReduce(hierarchical=dist.get_rank() == 0))
+    with on_nodes(2), pytest.raises(RanksDifferError, match="hierarchical gradient all-reduce"):
+        ddp_compile(nn.Linear(2, 2), algorithm=GradientAllReduce(hierarchical=dist.get_rank() == 0))

@@ -39,8 +39,7 @@ GROUP_TIMEOUT_S = 40.0
 class DeviceRanks:
     """Started at the first call, and again after ranks that parted ways or gave no answer."""
 
-    def __init__(self, has_stream_interface: bool) -> None:
-        self._has_stream_interface = has_stream_interface
+    def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="device_ranks_")
         self._connections: list[Connection] = []
         self._pids: list[int] = []
@@ -73,7 +72,7 @@ class DeviceRanks:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(WORLD_SIZE)]
         theirs = [pipe[1] for pipe in pipes]
-        self._original = context.Process(target=_copy, args=(theirs, self._has_stream_interface))
+        self._original = context.Process(target=_copy, args=(theirs,))
         self._original.start()
         for connection in theirs:
             connection.close()
@@ -96,9 +95,9 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _copy(connections: list[Connection], has_stream_interface: bool) -> None:
+def _copy(connections: list[Connection]) -> None:
     """Load the device and become the original of the ranks."""
-    device.load(has_stream_interface=has_stream_interface)
+    device.load()
     import torch._inductor.compile_fx  # noqa: F401  # once for all ranks
 
     import ddp_compile  # noqa: F401

@@ -31,13 +31,7 @@ WAYS_OF_THE_DEVICE = [name for name in WAYS if name not in ("sparse_regulariser"
 
 @pytest.fixture(scope="module")
 def device_ranks() -> Iterator[DeviceRanks]:
-    with closing(DeviceRanks(has_stream_interface=True)) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def ranks_without_stream_interface() -> Iterator[DeviceRanks]:
-    with closing(DeviceRanks(has_stream_interface=False)) as ranks:
+    with closing(DeviceRanks()) as ranks:
         yield ranks
 
 
@@ -76,14 +70,6 @@ def test_gradients_are_exact_if_graphs_are_cut(device_ranks: DeviceRanks, way: s
     for trained in device_ranks.run(train_in_way, way, HARDEST, "forward"):
         assert trained.worst <= WAYS[way].tolerance
         assert trained.num_early == (0,) * NUM_STEPS
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_streams_are_reached_by_torch_accelerator_alone(ranks_without_stream_interface: DeviceRanks, name: str) -> None:
-    """``torch.acc`` has no streams and events of its own, as torch's reference device has none."""
-    for difference in ranks_without_stream_interface.run(perform, name, "side stream"):
-        assert difference <= PROGRAMS[name].tolerance
 
 
 # Ranks that train elsewhere than one may think: not on the current device, not on the stream that allocated memory.
