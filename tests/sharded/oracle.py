@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 class Whitening(Optimizer):
-    """As users write them: a step of a matrix needs all of it, and its states are lists of other matrices."""
+    """As users write them: a step of a matrix needs all of it, and its states are float32 vectors in a list."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -62,16 +62,15 @@ class Whitening(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    assert p.dim() == 2
-                    state = self.state[p]
+                    state, squares = self.state[p], p.grad.float().square()
                     if not state:
-                        state["sides"] = [torch.eye(size, dtype=p.dtype) for size in p.shape]
-                        state["count"] = 0
-                    left, right = state["sides"]
-                    left.lerp_(p.grad @ p.grad.t(), 0.1)
-                    right.lerp_(p.grad.t() @ p.grad, 0.1)
+                        state["scales"], state["count"] = [torch.ones(size) for size in p.shape], 0
+                    rows, columns = state["scales"]
+                    assert rows.dtype == columns.dtype == torch.float32
+                    rows.lerp_(squares.mean(1), 0.1)
+                    columns.lerp_(squares.mean(0), 0.1)
                     state["count"] += 1
-                    p.sub_(group["lr"] * torch.linalg.solve(left, p.grad) @ torch.linalg.inv(right))
+                    p.sub_((group["lr"] * p.grad / (rows.sqrt()[:, None] * columns.sqrt())).to(p.dtype))
         return loss
 
 

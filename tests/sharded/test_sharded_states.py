@@ -17,18 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from in_ci import only
 from models import Mlp, loss_of
-from oracle import (
-    CAP_MB,
-    KINDS,
-    WIDTH,
-    Net,
-    Pair,
-    batch,
-    make,
-    matrices_and_others,
-    said_by,
-    unequal,
-)
+from oracle import CAP_MB, KINDS, WIDTH, Net, Pair, batch, make, said_by, unequal
 from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -193,7 +182,7 @@ def test_boxes_are_the_elements_of_a_range(shape: list[int], data: st.DataObject
 @torch.compiler.set_stance("force_eager")
 def test_low_precision_states_to_master_weights() -> None:
     """From an unsharded run, before the first backward: tensors of other shapes, alone and in lists."""
-    for make_of, settings in ((KINDS["adafactor"][0], {}), (whitening_in_float32, {"elementwise": False})):
+    for make_of, settings in (KINDS["adafactor"], KINDS["whitening"]):
         torch.manual_seed(1)
         module = Net().to(torch.bfloat16)
         unsharded = make_of(module)
@@ -212,27 +201,6 @@ def test_low_precision_states_to_master_weights() -> None:
                 each.step()
             model.zero_grad()
         assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-
-
-def whitening_in_float32(module: nn.Module) -> list[torch.optim.Optimizer]:
-    matrices, others = matrices_and_others(module)
-    return [torch.optim.SGD(others, lr=0.1), Running(matrices)]
-
-
-class Running(torch.optim.Optimizer):
-    """Keeps a mean of the gradients' squares in float32, in a list."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                (squares,) = self.state[p].setdefault("means", [torch.ones(p.shape[1])])
-                assert squares.dtype == torch.float32
-                squares.lerp_(p.grad.float().square().mean(0), 0.1)
-                p.sub_((0.01 * p.grad / squares.sqrt()).to(p.dtype))
 
 
 @on_ranks(2)
