@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -282,16 +283,26 @@ HOW = {
 }
 
 
+class Ended(NamedTuple):
+    said: str
+    codes: list[int]
+
+
+@pytest.fixture(scope="module")
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """By scenario, rank 0's error and both exit codes. All scenarios run at the same time."""
+    here = [item for item in request.session.items if item.path == request.path]
+    selected = [item.callspec.params["how"] for item in here if "ended" in getattr(item, "fixturenames", ())]
+    command = [sys.executable, str(ENDING), str(tmp_path_factory.mktemp("stores")), *selected]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    lines = dict(line.split(": ", 1) for line in run.stdout.splitlines())
+    values = {name: ast.literal_eval(text) for name, text in lines.items()}
+    return {how: Ended(values[f"{how} said"], values[f"{how} codes"]) for how in selected}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("how", HOW)
-def test_rank_that_ends_is_named(how: str, tmp_path: Path) -> None:
+def test_rank_that_ends_is_named(how: str, ended: dict[str, Ended]) -> None:
     told, exit_code = HOW[how]
-    command = [sys.executable, str(ENDING), str(tmp_path), how]
-    waiting, ending = (subprocess.Popen([*command, rank], stdout=subprocess.PIPE, text=True) for rank in "01")
-    said, _ = waiting.communicate(timeout=100)
-    try:
-        ending.wait(timeout=3)
-    except subprocess.TimeoutExpired:
-        ending.terminate()
-    assert f"has ended, because {told} without model.comm_algorithm.abort()" in said
-    assert (waiting.returncode, ending.wait()) == (0, exit_code)
+    assert f"has ended, because {told} without model.comm_algorithm.abort()" in ended[how].said
+    assert ended[how].codes == [0, exit_code]
