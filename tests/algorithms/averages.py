@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import nullcontext
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -79,10 +81,12 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.step()
 
 
-def tell_nodes(monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int]) -> None:
-    """As a launcher does on nodes with so many ranks each."""
+@contextmanager
+def on_nodes(*sizes: int) -> Iterator[None]:
+    """Inside, ranks are told what a launcher tells them on nodes with so many ranks each."""
     places = [place for size in sizes for place in range(size)]
-    monkeypatch.setenv("LOCAL_RANK", str(places[dist.get_rank()]))
+    with patch.dict(os.environ, LOCAL_RANK=str(places[dist.get_rank()])):
+        yield
 
 
 def error_of(kind: type[Exception], call: Any) -> str:

@@ -1,41 +1,19 @@
-"""The oracle of gradients in eight bits, the bytes that are sent, and QAdam with groups of settings."""
+"""The oracle of gradients in eight bits, and QAdam with groups of settings."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_compile import ddp_compile, torch_internals
+from ddp_compile import ddp_compile
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.optim import QAdam
 
 WARMUP_STEPS = 3
 DECAYED = {"betas": (0.9, 0.99), "weight_decay": 0.05}
 DECOUPLED = {"betas": (0.8, 0.95), "weight_decay": 0.1, "decoupled_weight_decay": True, "lr": 0.02}
-
-
-class SentBytes:
-    """What this rank sends in the collectives that the algorithms call."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        self.others = dist.get_world_size() - 1
-        to_all, gather = dist.all_to_all_single, torch_internals.all_gather_single
-
-        def all_to_all(output: Tensor, sent: Tensor, **settings: Any) -> Any:
-            self.count += sent.nbytes * self.others // (self.others + 1)
-            return to_all(output, sent, **settings)
-
-        def all_gather(output: Tensor, sent: Tensor, group: Any) -> Any:
-            self.count += sent.nbytes * self.others  # by a ring
-            return gather(output, sent, group)
-
-        monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
-        monkeypatch.setattr(torch_internals, "all_gather_single", all_gather)
 
 
 def coded(values: Tensor, num_chunks: int = 1) -> Tensor:

@@ -1,32 +1,23 @@
-"""`CommAlgorithm.after_step`: an algorithm that writes its calls down, and `examples/parameter_algorithm.py`."""
+"""`CommAlgorithm.after_step`: an algorithm that writes its calls down, and one whose rank skips a step."""
 
 from __future__ import annotations
 
-import copy
-import os
-import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.run
-from averages import batch, make_model, micro_steps_of, train_step
-from beside import flat_of, is_same_everywhere, of_all_ranks
+from averages import batch, make_model, train_step
+from beside import flat_of, is_same_everywhere
 from halves import Built
-from in_ci import only
-from models import Mlp, loss_of
-from process_copies import run_in_copy
+from models import loss_of
 from rank_pool import on_ranks
 
 from ddp_compile import ReductionError
 from ddp_compile.algorithms import CommAlgorithm, Traits
 from parameter_algorithm import SlowMomentum
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "parameter_algorithm.py"
 
 
 class Written(CommAlgorithm):
@@ -153,51 +144,3 @@ def test_rank_that_skips_alone() -> None:
             loss_of(model(batch(0, step, 0))).backward()
             optimizer.step()
     assert is_same_everywhere(flat_of(model)) and flat_of(model).isfinite().all()
-
-
-# The example.
-
-
-@pytest.mark.parametrize("world_size", only([3], [1, 2, 3]))
-@on_ranks()
-@torch.compiler.set_stance("force_eager")
-def test_example_matches_one_process(world_size: int) -> None:
-    settings = SlowMomentum(interval=3, momentum=0.7)
-    model, optimizer = make_model(settings)
-    by_hand = Mlp(17, 4)
-    by_hand.load_state_dict(model.state_dict())
-    plain = torch.optim.AdamW(by_hand.parameters(), lr=0.01)
-    x, slow = flat_of(by_hand), torch.zeros(flat_of(by_hand).numel())
-    states: Any = None
-    for step in range(7):
-        if step == 5:
-            states = copy.deepcopy([part.state_dict() for part in (model, optimizer, model.comm_algorithm)])
-        train_step(model, optimizer, step)
-        plain.zero_grad()
-        for micro_step in range(micro_steps_of(step)):
-            loss_of(by_hand(batch(dist.get_rank(), step, micro_step))).backward()
-        plain.step()
-        if step % 3 == 0:
-            slow = 0.7 * slow + (x - of_all_ranks(flat_of(by_hand)).mean(0))
-            x = x - slow
-            torch.nn.utils.vector_to_parameters(x.clone(), by_hand.parameters())
-            assert is_same_everywhere(flat_of(model))
-        assert (flat_of(model) - flat_of(by_hand)).abs().max() < 1e-5, step
-    again, optimizer = make_model(settings)
-    for part, state in zip((again, optimizer, again.comm_algorithm), states, strict=True):
-        part.load_state_dict(state)
-    for step in range(5, 7):
-        train_step(again, optimizer, step)
-    assert torch.equal(flat_of(again), flat_of(model))
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_script_trains() -> None:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = ["--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    done = run_in_copy(torch.distributed.run.main, command, environment=environment, timeout_s=100)
-    assert done.exit_code == 0, done.stdout + done.stderr
-    ends = re.findall(r"rank \d: loss ([\d.]+), sum of all weights ([-\d.]+)", done.stdout)
-    assert len(ends) == 2 and ends[0][1] == ends[1][1] and all(float(loss) < 0.05 for loss, _ in ends)

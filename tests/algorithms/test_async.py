@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from beside import flat_of, is_same_everywhere, of_all_ranks
+from beside import flat_of, is_same_everywhere
 from in_ci import only
 from rank_pool import RankFailure, Ranks, on_ranks
 from torch import nn
@@ -23,10 +23,9 @@ from torch import nn
 from ddp_compile import ddp_compile
 from ddp_compile.algorithms import AsyncModelAverage
 from ddp_compile.errors import ReductionError, ReplicationError
-from ddp_compile.runtime.comm import streams
 
 WIDTH = 6
-OFTEN, NEVER = AsyncModelAverage(sync_interval_ms=0.1), AsyncModelAverage(sync_interval_ms=1e6)
+OFTEN = AsyncModelAverage(sync_interval_ms=0.1)
 
 
 def make_model(algorithm: AsyncModelAverage, **settings: Any) -> Any:
@@ -51,36 +50,6 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it has not come"
         time.sleep(0.002)
-
-
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
-def test_round_keeps_own_updates() -> None:
-    """Steps taken between the copy and the average are kept."""
-    model = make_model(NEVER, backend="eager")
-    algorithm = model.comm_algorithm
-    backward(model, 0)
-    wait_until(lambda: algorithm.num_rounds == 1)  # of equal parameters; the next one is run by hand
-    with torch.no_grad(), algorithm.writing():
-        for parameter in model.parameters():
-            parameter += dist.get_rank() + 1
-    before = flat_of(model)
-    expected = of_all_ranks(before).mean(0) + 10
-    model(torch.randn(4, WIDTH))  # inside from now on
-    algorithm.round(streams.record(torch.device("cpu")))
-    by_hand = threading.Thread(target=algorithm.apply_within, args=[30.0])
-    by_hand.start()
-    time.sleep(0.1)
-    assert torch.equal(flat_of(model), before)  # it waits
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 10
-    model.zero_grad()
-    model(torch.randn(4, WIDTH)).sum().backward()
-    by_hand.join()
-    off = (flat_of(model) - expected).abs().max().item()
-    algorithm.abort()
-    assert off < 1e-5
 
 
 class AddsOneSlowly(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""The algorithm of `examples/custom_algorithm.py`: what it sends, what it keeps, and that it resumes."""
+"""The algorithms of the examples: what each sends and keeps, beside one process, and that it resumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.run
+from averages import batch, make_model, micro_steps_of, train_step
 from beside import flat_of, is_same_everywhere, of_all_ranks, own_batch, seeded
 from in_ci import only
 from models import Mlp, loss_of
@@ -22,8 +24,9 @@ from torch import Tensor, nn
 
 from custom_algorithm import TopK
 from ddp_compile import ddp_compile
+from parameter_algorithm import SlowMomentum
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "custom_algorithm.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 WIDTH, RATIO = 9, 0.1
 
 
@@ -108,16 +111,62 @@ def test_resumes_from_its_state() -> None:
     assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_script_trains_and_sends_less() -> None:
+# `examples/parameter_algorithm.py`.
+
+
+@pytest.mark.parametrize("world_size", only([3], [1, 2, 3]))
+@on_ranks()
+@torch.compiler.set_stance("force_eager")
+def test_slow_momentum_matches_one_process(world_size: int) -> None:
+    settings = SlowMomentum(interval=3, momentum=0.7)
+    model, optimizer = make_model(settings)
+    by_hand = Mlp(17, 4)
+    by_hand.load_state_dict(model.state_dict())
+    plain = torch.optim.AdamW(by_hand.parameters(), lr=0.01)
+    x, slow = flat_of(by_hand), torch.zeros(flat_of(by_hand).numel())
+    states: Any = None
+    for step in range(7):
+        if step == 5:
+            states = copy.deepcopy([part.state_dict() for part in (model, optimizer, model.comm_algorithm)])
+        train_step(model, optimizer, step)
+        plain.zero_grad()
+        for micro_step in range(micro_steps_of(step)):
+            loss_of(by_hand(batch(dist.get_rank(), step, micro_step))).backward()
+        plain.step()
+        if step % 3 == 0:
+            slow = 0.7 * slow + (x - of_all_ranks(flat_of(by_hand)).mean(0))
+            x = x - slow
+            torch.nn.utils.vector_to_parameters(x.clone(), by_hand.parameters())
+            assert is_same_everywhere(flat_of(model))
+        assert (flat_of(model) - flat_of(by_hand)).abs().max() < 1e-5, step
+    again, optimizer = make_model(settings)
+    for part, state in zip((again, optimizer, again.comm_algorithm), states, strict=True):
+        part.load_state_dict(state)
+    for step in range(5, 7):
+        train_step(again, optimizer, step)
+    assert torch.equal(flat_of(again), flat_of(model))
+
+
+# Both as scripts.
+
+
+def found_in_output(script: str, pattern: str) -> list[Any]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = ["--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    command = ["--standalone", "--nproc-per-node", "2", str(EXAMPLES / script)]
     done = run_in_copy(torch.distributed.run.main, command, environment=environment, timeout_s=100)
     assert done.exit_code == 0, done.stdout + done.stderr
-    lines = re.findall(r"step (\d+): loss ([\d.]+); (\d+) bytes sent a step, (\d+) by an all-reduce", done.stdout)
+    return re.findall(pattern, done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_scripts_train() -> None:
+    pattern = r"step (\d+): loss ([\d.]+); (\d+) bytes sent a step, (\d+) by an all-reduce"
+    lines = found_in_output("custom_algorithm.py", pattern)
     steps, losses, sent, whole = ([float(each) for each in column] for column in zip(*lines, strict=True))
     assert steps == [40, 80, 120, 160, 200]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 2
     assert all(each == 8 * 1001 for each in sent) and all(each == 4 * 100100 for each in whole)
+    ends = found_in_output("parameter_algorithm.py", r"rank \d: loss ([\d.]+), sum of all weights ([-\d.]+)")
+    assert len(ends) == 2 and ends[0][1] == ends[1][1] and all(float(loss) < 0.05 for loss, _ in ends)

@@ -22,11 +22,16 @@ from ways_to_train import train as train_way
 from ddp_compile import RanksDifferError, ReductionError, ReplicationError, ddp_compile
 from ddp_compile.algorithms import (
     AlgorithmConfig,
+    AsyncModelAverage,
     Bucket,
     ByteGrad,
     CollectiveChain,
     CommAlgorithm,
+    Decentralized,
+    DiLoCo,
     GradientAllReduce,
+    LocalSGD,
+    LowPrecisionDecentralized,
     Traits,
     build_algorithm,
 )
@@ -116,6 +121,38 @@ def test_contradictions_are_refused(make: Callable[[], Any], says: str) -> None:
     assert says in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "settings", "says"),
+    [
+        (AsyncModelAverage, {"sync_interval_ms": 0}, "sync_interval_ms=0"),
+        (AsyncModelAverage, {"sync_interval_ms": float("inf")}, "sync_interval_ms=inf"),
+        (AsyncModelAverage, {"warmup_steps": -1}, "warmup_steps=-1"),
+        (Decentralized, {"communication_interval": 0}, "communication_interval=0"),
+        (Decentralized, {"peer_selection": "ring"}, "peer_selection='ring'"),
+        (DiLoCo, {"sync_every": 0}, "sync_every=0): pass a number of steps from 1 on"),
+        (DiLoCo, {"sync_every": 8, "fragments": 0}, "fragments=0"),
+        (DiLoCo, {"sync_every": 8, "fragment_sync_delay": -1}, "fragment_sync_delay=-1"),
+        (DiLoCo, {"sync_every": 8, "fragment_sync_delay": 8}, "fragment_sync_delay=8) must be less than sync_every=8"),
+        (DiLoCo, {"sync_every": 8, "fragment_update_alpha": 1.5}, "fragment_update_alpha=1.5): pass a number from 0"),
+        (DiLoCo, {"sync_every": 8, "wire_dtype": torch.int8}, "wire_dtype=torch.int8): pass torch.float32, torch.bfl"),
+        (DiLoCo, {"sync_every": 8, "outer_lr": float("nan")}, "outer_lr=nan"),
+        (DiLoCo, {"sync_every": 8, "outer_momentum": -0.1}, "outer_momentum=-0.1"),
+        (GradientAllReduce, {"wire_dtype": torch.int8}, "wire_dtype=torch.int8): pass torch.float16 or"),
+        (GradientAllReduce, {"wire_dtype": "float16"}, "wire_dtype='float16'): pass torch.float16 or"),
+        (GradientAllReduce, {"sum_dtype": torch.float16}, "sum_dtype=torch.float16): pass torch.float32"),
+        (GradientAllReduce, {"reproducible": True, "hierarchical": True}, "how many ranks a node has"),
+        (LocalSGD, {"period": 0}, "period=0"),
+        (LocalSGD, {"period": 2, "warmup_steps": -1}, "warmup_steps=-1"),
+        (LowPrecisionDecentralized, {"communication_interval": 1.5}, "communication_interval=1.5"),
+    ],
+)
+def test_settings_out_of_range_are_refused(config: Any, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        config(**settings)
+    said = str(refused.value)
+    assert said.startswith(config.__name__) and says in said
+
+
 @on_ranks(2)
 def test_other_objects_are_refused() -> None:
     said: list[str] = []
@@ -196,16 +233,6 @@ class Miscounted(CollectiveChain):
 
 
 CHAINED = {"bucket_cap_mb": 0.0003, "backend": "eager", "split": "none"}
-
-
-@on_ranks(2)
-def test_chain() -> None:
-    models = beside_plain(lambda: Mlp(9, 3), algorithm=Built(lambda group: Miscounted(group, 2)), **CHAINED)
-
-    def step_of(model: Any, x: Tensor, step: int) -> None:
-        (loss_of(model(x)) * (1 if model is models[0] else 0.5)).backward()
-
-    assert largest(train_beside(models, step_of, width=9)) < 1e-6
 
 
 class Raises(Miscounted):

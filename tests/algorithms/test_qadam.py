@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from averages import batch, error_of, micro_steps_of, train_step
-from beside import own_batch, seeded
-from compression import DECAYED, DECOUPLED, WARMUP_STEPS, SentBytes, byte_grad_of, make_qadam
+from beside import is_same_everywhere, own_batch, seeded
+from compression import DECAYED, DECOUPLED, WARMUP_STEPS, byte_grad_of, make_qadam
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import on_ranks
@@ -27,13 +26,7 @@ STEPS = 7
 
 
 class Before(NamedTuple):
-    """Of each parameter, by name.
-
-    Args:
-        values: Itself.
-        momenta: Its momentum.
-        variances: Its variance.
-    """
+    """Each parameter, by name, its momentum and its variance."""
 
     values: dict[str, Tensor]
     momenta: dict[str, Tensor]
@@ -107,11 +100,6 @@ def differences(ours: Before, expected: Before) -> list[float]:
     ]
 
 
-def digest(ours: Before) -> str:
-    everything = torch.cat([tensor.reshape(-1) for part in ours for tensor in part.values()])
-    return hashlib.sha256(everything.numpy().tobytes()).hexdigest()
-
-
 @pytest.mark.parametrize(
     ("world_size", "split"), only([(3, "backward")], itertools.product((1, 2, 3, 4), ("forward", "backward")))
 )
@@ -121,33 +109,14 @@ def test_steps_match_reference(world_size: int, split: str) -> None:
     module = Mlp(17, 3)
     plain = copy.deepcopy(module)
     model, optimizer = make_qadam(module, backend="aot_eager", split=split)
-    # Before it needs one: in warm-up there is one collective for a bucket.
-    assert world_size == 1 or model.comm_algorithm.process_group is not dist.group.WORLD
-    digests, sent_bytes = [], []
-    variances: dict[str, Tensor] = {}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        sent = SentBytes(monkeypatch)
-        for step in range(STEPS):
-            before = Before.of(model, optimizer)
-            sent.count = 0
-            train_step(model, optimizer, step)
-            sent_bytes.append(sent.count)
-            ours = Before.of(model, optimizer)
-            worst = differences(ours, expected_after(plain, model.bucket_plan, before, step))
-            assert max(worst) < 2e-6, (step, worst)
-            digests.append(digest(ours))
-            if step < WARMUP_STEPS:
-                variances = ours.variances
-            else:
-                assert all(torch.equal(ours.variances[name], kept) for name, kept in variances.items())
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, digests)
-    assert everyone == [digests] * world_size
-    assert len(set(digests)) == STEPS
-    numels = [sum(gradient.numel for gradient in bucket.gradients) for bucket in model.bucket_plan.buckets]
-    assert len(numels) > 1
-    byte_grads = sum(2 * (world_size - 1) * 16 * -(-(8 + -(-numel // world_size)) // 16) for numel in numels)
-    assert sent_bytes == [0] * WARMUP_STEPS + [byte_grads] * (STEPS - WARMUP_STEPS)
+    for step in range(STEPS):
+        before = Before.of(model, optimizer)
+        train_step(model, optimizer, step)
+        ours = Before.of(model, optimizer)
+        worst = differences(ours, expected_after(plain, model.bucket_plan, before, step))
+        assert max(worst) < 2e-6, (step, worst)
+        assert is_same_everywhere(torch.cat([tensor.reshape(-1) for part in ours for tensor in part.values()]))
+    assert len(model.bucket_plan.buckets) > 1
 
 
 # The ways in which people train, beside Adam with DistributedDataParallel, and bad input.
@@ -332,9 +301,6 @@ def test_errors_of_steps() -> None:
     ("settings", "said"),
     [
         ({"warmup_steps": 0}, r"QAdam\(warmup_steps=0\): pass a number of steps from 1 on"),
-        ({"warmup_steps": 1.5}, r"QAdam\(warmup_steps=1\.5\)"),
-        ({"lr": -1.0}, r"QAdam\(lr=-1\.0\): pass 0 or more"),
-        ({"eps": -1.0}, r"QAdam\(eps=-1\.0\): pass 0 or more"),
         ({"weight_decay": -1.0}, r"QAdam\(weight_decay=-1\.0\): pass 0 or more"),
         ({"betas": (0.9, 1.0)}, r"QAdam\(betas=\(0\.9, 1\.0\)\)"),
     ],
@@ -345,26 +311,6 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) 
         QAdam(module.parameters(), **settings)
     with pytest.raises(ValueError, match=said if "warmup_steps" not in settings else "all groups"):
         QAdam([{"params": [module.weight], **settings}, {"params": [module.bias]}])
-
-
-def alone(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], num_steps: int) -> None:
-    """Steps without any other rank, some without a gradient for some parameter."""
-    for step in range(num_steps):
-        torch.manual_seed(step)
-        for i, parameter in enumerate(parameters):
-            parameter.grad = None if (i == 1 and step % 2) else torch.randn(parameter.shape, dtype=parameter.dtype)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("adam", [torch.optim.Adam, torch.optim.AdamW])
-def test_warm_up_is_adam(adam: type[torch.optim.Adam]) -> None:
-    dtypes = (torch.float32, torch.float32, torch.bfloat16)
-    ours, theirs = ([nn.Parameter(torch.ones(5, dtype=dtype)) for dtype in dtypes] for _ in range(2))
-    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1, "eps": 1e-6}
-    optimizer = QAdam(ours, **settings, warmup_steps=6, decoupled_weight_decay=adam is torch.optim.AdamW)
-    alone(optimizer, ours, 6)
-    alone(adam(theirs, **settings, foreach=True), theirs, 6)
-    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
 def test_zero_variance() -> None:
@@ -386,7 +332,8 @@ def test_zero_variance() -> None:
 def test_groups_and_states() -> None:
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = QAdam(parameters[:1], warmup_steps=3)
-    alone(optimizer, parameters[:1], 1)
+    parameters[0].grad = torch.ones(3)
+    optimizer.step()
     optimizer.add_param_group({"params": parameters[1:], "betas": (0.5, 0.6)})
     assert [group["num_steps"] for group in optimizer.param_groups] == [1, 1]
     copied = copy.deepcopy(optimizer)

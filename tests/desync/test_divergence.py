@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from differing_ranks import (
-    WIDTH,
-)
 from rank_pool import Ranks, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import Parameter
 
 from ddp_compile import GradientSpec, ddp_compile, plan_buckets
 from ddp_compile.errors import DDPCompileError, RanksDifferError
-
-# Ranks that get out of step without anybody waiting in vain
-
+from ddp_compile.runtime.desync.local_steps import LocalSteps
 
 # Two models in one process group
 
@@ -175,11 +172,60 @@ def test_subgroup_is_named_by_global_ranks(ranks: Ranks) -> None:
 @on_ranks(2)
 def test_parameters_that_one_rank_shares() -> None:
     with pytest.raises(RanksDifferError) as raised:
-        head = nn.Linear(WIDTH, WIDTH)
+        head = nn.Linear(4, 4)
         kept = ddp_compile(nn.Sequential(head), backend="eager")
         if dist.get_rank() == 0:
             kept.unwrap()
-        ddp_compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), head), backend="eager")
+        ddp_compile(nn.Sequential(nn.Linear(4, 4), head), backend="eager")
     message = str(raised.value)
     assert "another replicated module reduces=none on rank 0" in message
     assert "1.weight is 0.weight of a Sequential" in message
+
+
+# Steps of optimizers with gradients from ``no_sync``
+
+
+def step(parameter: Parameter, **settings: bool) -> None:
+    torch.optim.SGD([parameter], lr=0.1, **settings).step()
+
+
+def step_another(_parameter: Parameter) -> None:
+    other = Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    step(other, fused=True)
+
+
+@torch.no_grad()
+def swap_for_an_evaluation(parameter: Parameter) -> None:
+    parameter.copy_(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("between", "then", "found"),
+    [
+        (step, "dropped", 1),
+        (lambda parameter: step(parameter, fused=True), "dropped", 1),
+        (step, "zeroed", 1),
+        (step_another, "dropped", 0),
+        (lambda _parameter: None, "dropped", 0),  # a bad micro-batch
+        (swap_for_an_evaluation, "kept", 0),
+    ],
+)
+def test_steps_found(between: Callable[[Parameter], None], then: str, found: int) -> None:
+    parameter = Parameter(torch.ones(3))
+    steps = LocalSteps([parameter])
+    for _ in range(2):
+        parameter.sum().backward()
+        steps.gradient_arrives(0)
+    between(parameter)
+    assert parameter.grad is not None
+    if then == "zeroed":
+        parameter.grad.zero_()
+    if then == "dropped":
+        parameter.grad = None
+    steps.forward_begins()
+    parameter.grad = torch.ones(3)  # of a backward that was reduced
+    step(parameter)
+    parameter.grad = None
+    steps.forward_begins()
+    assert steps.num_found == found

@@ -10,23 +10,23 @@ import _thread
 import copy
 import itertools
 import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import difference_to_mean
+from beside import difference, difference_to_mean
 from in_ci import only
 from models import loss_of
-from rank_pool import RankPool, Ranks, on_ranks
+from rank_pool import Ranks, on_ranks
 from torch import Tensor, fx, nn
 
 from ddp_compile import ReductionError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
+USER = ValueError("user error")
 WIDTH = 8
 CAP_MB = 1e-4  # each layer's gradients fill a bucket
 
@@ -99,21 +99,17 @@ def raise_at(place: str, error: BaseException) -> Callable[[Any], None]:
     return fail
 
 
-def raise_in_hook(register: str, parameters: str, error: BaseException) -> Callable[[Any], None]:
-    """From a hook of the user's on the parameters of a layer."""
+def raise_user_error(*_: Any) -> None:
+    raise USER
 
-    def hook(_: Tensor) -> None:
-        raise error
 
-    def fail(model: Any) -> None:
-        handles = [getattr(p, register)(hook) for p in model.get_submodule(parameters).parameters()]
-        try:
-            loss_of(model(batch(1))).backward()
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    return fail
+def raise_in_hook_on_the_first_gradient(model: Any) -> None:
+    handles = [parameter.register_hook(raise_user_error) for parameter in model.d.parameters()]
+    try:
+        loss_of(model(batch(1))).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def press_ctrl_c(model: Any) -> None:
@@ -131,17 +127,14 @@ def press_ctrl_c(model: Any) -> None:
         handle.remove()
 
 
-def raise_in_comm_hook(error: BaseException) -> Callable[[Any], None]:
+def raise_in_comm_hook(model: Any) -> None:
     def comm_hook(state: Any, bucket: Any) -> Any:
         if bucket.index() == 1:
-            raise error
+            raise USER
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
-    def fail(model: Any) -> None:
-        model.register_comm_hook(None, comm_hook)
-        loss_of(model(batch(1))).backward()
-
-    return fail
+    model.register_comm_hook(None, comm_hook)
+    loss_of(model(batch(1))).backward()
 
 
 def raise_in_optimizer(model: Any) -> None:
@@ -156,64 +149,33 @@ def raise_in_no_sync(model: Any) -> None:
         raise_at("backward, middle", USER)(model)
 
 
-USER = ValueError("user error")
 INTERRUPT = KeyboardInterrupt("pressed")
-OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 GOES_ON = "goes on"
 REFUSES = "the last backward raised after its reduction had started"
 
 
 class Scenario(NamedTuple):
-    """An exception, and its consequences.
-
-    Args:
-        fail: What raises it.
-        raises: Its type, or one above.
-        says: What the next forward does.
-        settings: Of the model.
-    """
+    """What raises an exception, its type, and what the next forward does."""
 
     fail: Callable[[Any], None]
     raises: type[BaseException]
     says: str
-    settings: Mapping[str, Any] = MappingProxyType({})
 
 
-UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
-IN_BACKWARD = raise_at("backward, middle", USER)
-HOOK, LATE_HOOK = "register_hook", "register_post_accumulate_grad_hook"
 SCENARIOS = {
-    "forward, after all graphs": Scenario(raise_at("forward, last", USER), ValueError, GOES_ON),
     "interrupt in forward": Scenario(raise_at("forward, middle", INTERRUPT), KeyboardInterrupt, GOES_ON),
     "backward, before any gradient": Scenario(raise_at("backward, last", USER), ValueError, GOES_ON),
-    "backward, between graphs": Scenario(IN_BACKWARD, ValueError, REFUSES),
-    "backward, unused parameters sought": Scenario(IN_BACKWARD, ValueError, REFUSES, UNUSED),
-    "backward, static graph": Scenario(IN_BACKWARD, ValueError, REFUSES, STATIC),
-    "backward, after all gradients": Scenario(raise_at("backward, first", USER), ValueError, REFUSES),
+    "backward, between graphs": Scenario(raise_at("backward, middle", USER), ValueError, REFUSES),
     "backward in no_sync": Scenario(raise_in_no_sync, ValueError, GOES_ON),
     "ctrl-c in backward": Scenario(press_ctrl_c, KeyboardInterrupt, REFUSES),
-    "hook on the first gradient": Scenario(raise_in_hook(HOOK, "d", USER), ValueError, GOES_ON),
-    "hook after accumulation": Scenario(raise_in_hook(LATE_HOOK, "a", USER), ValueError, REFUSES),
-    "comm hook": Scenario(raise_in_comm_hook(USER), ReductionError, REFUSES),
+    "hook on the first gradient": Scenario(raise_in_hook_on_the_first_gradient, ValueError, GOES_ON),
+    "comm hook": Scenario(raise_in_comm_hook, ReductionError, REFUSES),
     "optimizer": Scenario(raise_in_optimizer, ValueError, GOES_ON),
 }
 
 
-#: Of the others, one of these stops at the same place, with other settings or another hook.
-IN_CI = [
-    *("interrupt in forward", "backward, before any gradient", "backward, between graphs", "backward in no_sync"),
-    *("ctrl-c in backward", "hook on the first gradient", "comm hook", "optimizer"),
-]
-
-
-class Outcome(NamedTuple):
-    """What the next forward said, and the largest difference over two more steps: of a new model if it refused."""
-
-    said: str
-    worst: float
-
-
-def go_on_or_rebuild(model: Any, **settings: Any) -> tuple[Outcome, Any]:
+def go_on_or_rebuild(model: Any) -> tuple[str, float, Any]:
+    """What the next forward said, the largest difference over two more steps, and the model, new if it refused."""
     try:
         model(batch(0))
     except ReductionError as refused:
@@ -222,50 +184,25 @@ def go_on_or_rebuild(model: Any, **settings: Any) -> tuple[Outcome, Any]:
             model(batch(0))  # asking twice does not help
         model = model.unwrap()
         assert all(parameter.grad is None for parameter in model.parameters())
-        model = replicated(model, process_group=dist.new_group(), **settings)
+        model = replicated(model, process_group=dist.new_group())
     else:
         said = GOES_ON
-    return Outcome(said, max(train_one_step(model, step) for step in (2, 3))), model
+    return said, max(train_one_step(model, step) for step in (2, 3)), model
 
 
-def fail_on_every_rank(split: str, names: list[str]) -> dict[str, Outcome]:
-    outcomes = {}
-    models: dict[str, Any] = {}  # by settings; each scenario trains the model that the previous one left
-    for name in names:
-        scenario = SCENARIOS[name]
-        settings = {"split": split, **scenario.settings}
-        key = str(scenario.settings)
-        model = models.get(key) or replicated(**settings)
+@on_ranks(2)
+def test_exception_on_every_rank(split: str) -> None:
+    model = replicated()
+    for name, (fail, error, says) in SCENARIOS.items():
         train_one_step(model, step=0)
-        with pytest.raises(scenario.raises):
-            scenario.fail(model)
-        outcomes[name], models[key] = go_on_or_rebuild(model, **settings)
-    return outcomes
-
-
-@pytest.fixture(scope="module")
-def outcomes(rank_pools: dict[int, RankPool], split: str, request: pytest.FixtureRequest) -> list[dict[str, Outcome]]:
-    """All selected scenarios in one call: the ranks fail in the same way, so nothing is left for the next one."""
-    selected = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if hasattr(item, "callspec") and item.originalname == "test_exception_on_every_rank"
-    }
-    names = [name for name in SCENARIOS if name in selected]
-    return rank_pools.setdefault(2, RankPool(2)).run(fail_on_every_rank, split, names)
-
-
-@pytest.mark.parametrize("name", only(IN_CI, SCENARIOS))
-def test_exception_on_every_rank(name: str, split: str, outcomes: list[dict[str, Outcome]]) -> None:
-    says = SCENARIOS[name].says
-    if (name, split) == ("hook on the first gradient", "backward"):
-        says = REFUSES  # the other layer's gradients come out of the same graph, and before these
-    for rank, by_name in enumerate(outcomes):
-        said, worst = by_name[name]
-        assert says in said
-        assert worst < 1e-6
+        with pytest.raises(error):
+            fail(model)
+        said, worst, model = go_on_or_rebuild(model)
+        if (name, split) == ("hook on the first gradient", "backward"):
+            says = REFUSES  # the other layer's gradients come out of the same graph, and before these
+        assert says in said and worst < 1e-6, (name, said, worst)
         if says is REFUSES:
-            assert f"rank {rank}:" in said and "process_group=torch.distributed.new_group()" in said
+            assert f"rank {dist.get_rank()}:" in said and "process_group=torch.distributed.new_group()" in said
 
 
 @pytest.mark.parametrize("place", only(["backward, last"], ["forward, middle", "backward, last"]))
@@ -316,7 +253,7 @@ def test_backward_that_one_rank_cannot_compile(ranks: Ranks) -> None:
     assert "training forward 1 has returned" in waiting and "no space left on device" in raising
 
 
-def fail_in_the_middle_on_one_rank() -> tuple[str, Outcome]:
+def fail_in_the_middle_on_one_rank() -> tuple[str, str, float]:
     model = replicated()
     train_one_step(model, step=0)
     if dist.get_rank() == 1:
@@ -324,8 +261,8 @@ def fail_in_the_middle_on_one_rank() -> tuple[str, Outcome]:
     with pytest.raises((ReductionError, ValueError)) as failed:
         loss_of(model(batch(1))).backward()
     model.fails_at = "nowhere"
-    outcome, _ = go_on_or_rebuild(model)
-    return str(failed.value), outcome
+    said, worst, _ = go_on_or_rebuild(model)
+    return str(failed.value), said, worst
 
 
 def test_one_rank_raises_in_the_middle(ranks: Ranks) -> None:
@@ -333,9 +270,8 @@ def test_one_rank_raises_in_the_middle(ranks: Ranks) -> None:
     waiting, raising = pool.run_expecting_failures(fail_in_the_middle_on_one_rank, timeout_s=3.0)
     pool.close()  # what the first group still waits for must not meet the next test
     assert "the all-reduce of bucket 2" in waiting[0] and "b.bias" in waiting[0] and raising[0] == "user error"
-    for _, outcome in (waiting, raising):
-        assert REFUSES in outcome.said
-        assert outcome.worst < 1e-6
+    for _, said, worst in (waiting, raising):
+        assert REFUSES in said and worst < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -346,29 +282,18 @@ def test_backward_in_no_sync_before_another(raises: bool, trains: bool) -> None:
     model = replicated().train(trains)
     plain = copy.deepcopy(model)
 
-    def raise_here(_: Tensor) -> None:
-        raise ValueError("bad loss")
-
     for _ in range(4):  # buckets are launched early from the second or third one on
         outer = loss_of(model(batch(1)))
         if raises:
-            outer.register_hook(raise_here)
-            with pytest.raises(ValueError, match="bad loss"):
+            outer.register_hook(raise_user_error)
+            with pytest.raises(ValueError, match="user error"):
                 outer.backward()
         with model.no_sync():
             loss_of(model(batch(2))).backward()
         loss_of(plain(batch(2))).backward()
-        assert_equal_gradients(model, plain)
+        assert difference(model, plain) < 1e-6
         loss_of(plain(batch(1))).backward()
         (loss_of(model(batch(1))) if raises else outer).backward()
-        for parameter in plain.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= 2
-        assert_equal_gradients(model, plain)
+        assert difference_to_mean(model, plain) < 1e-6
         model.zero_grad()
         plain.zero_grad()
-
-
-def assert_equal_gradients(model: Any, plain: Any) -> None:
-    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)

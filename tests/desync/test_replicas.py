@@ -101,19 +101,16 @@ def flip_on(training: Training, rank: int, rng: random.Random) -> str:
 @pytest.mark.parametrize("split", only(["forward"], ["forward", "backward", "none"]))
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def test_flipped_bits_are_named(split: str, num_flips: int = 1) -> None:
-    for seed in range(num_flips):
-        rng, training = random.Random(seed), Training(split=split)
-        for _ in range(rng.randrange(2, 9)):
+def test_flipped_bits_are_named(split: str) -> None:
+    training, rank = Training(split=split), 1
+    for _ in range(4):
+        training.step()
+    name = flip_on(training, rank, random.Random(0))
+    with pytest.raises(RanksDifferError) as raised:
+        for _ in range(8):
             training.step()
-        rank = rng.randrange(3)
-        name = flip_on(training, rank, rng)
-        with pytest.raises(RanksDifferError) as raised:
-            for _ in range(8):
-                training.step()
-        said = str(raised.value)
-        assert f"({name}) do not have the same bits on every rank: those on rank {rank} differ from those on" in said
-        training.model.unwrap()
+    said = str(raised.value)
+    assert f"({name}) do not have the same bits on every rank: those on rank {rank} differ from those on" in said
 
 
 @on_ranks(3)
@@ -127,17 +124,13 @@ def test_no_repair_of_shards() -> None:
 def test_two_ranks_have_no_majority() -> None:
     with pytest.raises(ValueError, match=r"check_replicas='repair' needs a majority of ranks.* 2 ranks"):
         Training(check_replicas="repair")
+    with pytest.raises(ValueError, match="check_replicas='warn' is not known; pass 'raise', 'repair' or False"):
+        Training(check_replicas="warn")
     training = Training()
     training.step()
     name = flip_on(training, 1, random.Random(1))
     with pytest.raises(RanksDifferError, match=f"\\({name}\\).* ranks 0 and 1 differ, and none of these is a majority"):
         training.step()
-
-
-@pytest.mark.usefixtures("single_rank_group")
-def test_other_values_are_refused() -> None:
-    with pytest.raises(ValueError, match="check_replicas='warn' is not known; pass 'raise', 'repair' or False"):
-        ddp_compile(nn.Linear(2, 2), check_replicas="warn")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_flips", only([6], [6, 1000]))

@@ -16,16 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from differing_ranks import (
-    TIMEOUT_S,
-    WIDTH,
-    evaluate,
-    forward_and_backward,
-    make_model,
-    run_and_meet,
-    some_rows,
-    with_batch_norm,
-)
+from differing_ranks import TIMEOUT_S, run_and_meet
 from models import Mlp, loss_of
 from rank_pool import RankPool
 from torch import Tensor, nn
@@ -36,13 +27,29 @@ from ddp_compile import ddp_compile
 Scenario = Callable[[dist.ProcessGroup], None]
 
 NUM_POOLS = 4  #: that wait at the same time
+WIDTH = 8
+
+
+def make_model(group: dist.ProcessGroup, **settings: Any) -> nn.Module:
+    torch.manual_seed(3)
+    settings = {"backend": "eager", "bucket_cap_mb": 4e-4, **settings}
+    return ddp_compile(Mlp(width=WIDTH, num_layers=2), process_group=group, **settings)
+
+
+def some_rows() -> Tensor:
+    return torch.randn(4, WIDTH)
+
+
+def forward_and_backward(model: nn.Module) -> None:
+    loss_of(model(some_rows())).backward()
 
 
 def evaluate_for_long(group: dist.ProcessGroup) -> None:
     model = make_model(group)
     forward_and_backward(model)
     if dist.get_rank() == 1:
-        evaluate(model)
+        with torch.no_grad():
+            model.eval()(some_rows())
         return
     forward_and_backward(model)
 
@@ -66,7 +73,8 @@ def after_one_iteration(model: nn.Module, on_rank_1: Callable[[Any], object]) ->
 
 
 def model_with_buffers(group: dist.ProcessGroup) -> nn.Module:
-    return ddp_compile(with_batch_norm(), process_group=group, backend="eager")
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    return ddp_compile(model, process_group=group, backend="eager")
 
 
 def replicate_on_rank_0(group: dist.ProcessGroup) -> None:

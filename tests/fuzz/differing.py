@@ -34,7 +34,7 @@ from fuzz.differences import (
     make_net,
     settings_of,
 )
-from fuzz.verdict import Verdict, quiet
+from fuzz.verdict import Verdict, gather, quiet
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -357,7 +357,5 @@ def judge_differing(recipes: Sequence[DifferingRecipe]) -> list[Verdict]:
         for recipe in recipes:
             group: Any = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
             mine = train(recipe, dist.get_rank(), group)
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
-            verdicts.append(verdict_of(recipe, everyone))
+            verdicts.append(verdict_of(recipe, gather(mine)))
     return verdicts

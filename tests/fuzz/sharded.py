@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fuzz.training import Observation
-from fuzz.verdict import FAILED, PASSED, Groups, Verdict, quiet, worst_of
+from fuzz.verdict import FAILED, PASSED, Groups, Verdict, difference_of_kinds, quiet, worst_of
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grads_with_norm_
 
@@ -294,10 +294,8 @@ def difference(recipe: ShardedRecipe, ours: Sequence[Observation], theirs: Seque
 
 
 def _difference_of_bits(ours: Tensor | None, theirs: Tensor | None) -> str:
-    if ours is None or theirs is None:
-        return f"is {ours}, and should be {theirs}"
-    if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-        return f"is {ours.dtype} of {tuple(ours.shape)}, and should be {theirs.dtype} of {tuple(theirs.shape)}"
+    if ours is None or theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return difference_of_kinds(ours, theirs)
     differ = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
     return f"{int(differ.sum())} of {differ.numel()} elements differ" if differ.any() else ""
 

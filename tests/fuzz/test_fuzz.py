@@ -15,9 +15,8 @@ from fuzz.differences import EXACT, HANG, NAMED, SILENT, UNNAMED, WAITED
 from fuzz.differing import DifferingRecipe, expected, is_kept, judge_differing, verdict_of
 from fuzz.recipe import NOT_DRAWN, OUTPUTS, RARE, UNUSED, UNUSUAL_CALLS, Recipe, recipe_of
 from fuzz.sharded import ShardedRecipe, judge_sharded, sharded_recipe_of
-from fuzz.shrink import shrink
 from fuzz.training import ACTIONS
-from fuzz.verdict import FAILED, GOES_ON, PASSED, Verdict, judge_all, judge_on
+from fuzz.verdict import FAILED, GOES_ON, PASSED, Verdict, judge_all, judge_on, shrink
 from rank_pool import Ranks
 
 from ddp_compile.runtime.buckets.bucket import Bucket

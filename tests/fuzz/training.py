@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,8 +198,13 @@ class MeanOfRanks(nn.Module):
         for parameter in self.parameters_reduced:
             parameter.register_post_accumulate_grad_hook(self.arrived.add)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return _Without(self)
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.sync = False
+        try:
+            yield
+        finally:
+            self.sync = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and self.sync and torch.is_grad_enabled():
@@ -239,24 +244,14 @@ class MeanOfRanksWithCopies(MeanOfRanks):
             return super().forward(*args, **kwargs)
 
 
-class _Without(AbstractContextManager[None]):
-    def __init__(self, model: MeanOfRanks) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.model.sync = False
-
-    def __exit__(self, *error: object) -> None:
-        self.model.sync = True
+def backward(t: Training, losses: list[Tensor], *models: int, **settings: bool) -> None:
+    """One backward of all losses, of these models or the first one, which is reduced."""
+    torch.stack(losses).sum().backward(**settings)
+    t.average(*models)
 
 
 def train(t: Training, model: int = 0) -> None:
-    _sum(losses_of(t.forward(model))).backward()
-    t.average(model)
-
-
-def _sum(losses: list[Tensor]) -> Tensor:
-    return torch.stack(losses).sum()
+    backward(t, losses_of(t.forward(model)), model)
 
 
 def swapped(t: Training) -> None:
@@ -266,16 +261,14 @@ def swapped(t: Training) -> None:
         halves = {name: 0.5 * parameter for name, parameter in model.named_parameters()}
         return lambda *args, **kwargs: torch.func.functional_call(model, halves, args, kwargs)
 
-    _sum(losses_of(t.forward(around=around))).backward()
-    t.average()
+    backward(t, losses_of(t.forward(around=around)))
 
 
 def inside(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Training], None]:
     def train_inside(t: Training) -> None:
         with context():
-            loss = _sum(losses_of(t.forward()))
-        loss.backward()
-        t.average()
+            losses = losses_of(t.forward())
+        backward(t, losses)
 
     return train_inside
 
@@ -292,73 +285,53 @@ def dual(t: Training) -> None:
     with forward_ad.dual_level():
         unpacked = [forward_ad.unpack_dual(tensor) for tensor in tensors_in(t.forward(around=around))]
         found = [tensor for pair in unpacked for tensor in pair if tensor is not None and tensor.requires_grad]
-        _sum([tensor.square().mean() for tensor in found]).backward()
-    t.average()
+        backward(t, [tensor.square().mean() for tensor in found])
 
 
 def micro(t: Training) -> None:
-    with t.models[0].no_sync():
-        _sum(losses_of(t.forward())).backward()
     model = t.models[0]
+    with model.no_sync():
+        torch.stack(losses_of(t.forward())).sum().backward()
     if isinstance(model, MeanOfRanks) and model.expects_backward:
         # It has reached the preparation of an earlier forward, as in DistributedDataParallel.
         t.average()
 
 
 def two_forwards(t: Training) -> None:
-    losses = losses_of(t.forward()) + losses_of(t.forward(salt=1))
-    _sum(losses).backward()
-    t.average()
+    backward(t, losses_of(t.forward()) + losses_of(t.forward(salt=1)))
 
 
 def joint(t: Training) -> None:
     models = range(len(t.models))
-    _sum([loss for model in models for loss in losses_of(t.forward(model))]).backward()
-    t.average(*models)
-
-
-def retain(t: Training) -> None:
-    _sum(losses_of(t.forward())).backward(retain_graph=True)
-    t.average()
+    backward(t, [loss for model in models for loss in losses_of(t.forward(model))], *models)
 
 
 def repeat(t: Training) -> None:
-    loss = _sum(losses_of(t.forward()))
-    loss.backward(retain_graph=True)
-    t.average()
-    loss.backward()
-    t.average()
+    losses = [torch.stack(losses_of(t.forward())).sum()]
+    backward(t, losses, retain_graph=True)
+    backward(t, losses)
 
 
 def halves(t: Training) -> None:
     """Two losses, and a backward of each."""
     first, *rest = losses_of(t.forward())
-    first.backward(retain_graph=True)
-    t.average()
+    backward(t, [first], retain_graph=True)
     if rest:
-        _sum(rest).backward()
-        t.average()
-
-
-def first_half(t: Training) -> None:
-    losses_of(t.forward())[-1].backward()
-    t.average()
+        backward(t, rest)
 
 
 def output_hook(t: Training) -> None:
     """Only of the output that nothing else depends on: compiled, the hook of another output does not see that path."""
     output = t.forward()
     next(tensors_in(output)).register_hook(lambda gradient: 2 * gradient)
-    _sum(losses_of(output)).backward()
-    t.average()
+    backward(t, losses_of(output))
 
 
 def written_output(t: Training) -> None:
     """The user writes into the output of the forward."""
     output = t.forward()
     next(tensors_in(output)).mul_(0.5)
-    _sum(losses_of(output)).backward()
-    t.average()
+    backward(t, losses_of(output))
 
 
 def evaluate(t: Training) -> None:
@@ -386,7 +359,8 @@ def regularizer(t: Training) -> None:
 
 
 def autograd_grad(t: Training) -> None:
-    gradients = torch.autograd.grad(_sum(losses_of(t.forward())), t.parameters, allow_unused=True)
+    loss = torch.stack(losses_of(t.forward())).sum()
+    gradients = torch.autograd.grad(loss, t.parameters, allow_unused=True)
     t.seen += [gradient.to_dense() for gradient in gradients if gradient is not None]
 
 
@@ -397,10 +371,9 @@ def register(t: Training, how: str, hook: Callable[[Tensor], Any]) -> None:
 
 def late_hook(t: Training) -> None:
     """A hook that comes between the forward and its backward."""
-    loss = _sum(losses_of(t.forward()))
+    losses = losses_of(t.forward())
     register(t, "register_hook", lambda gradient: 2 * gradient)
-    loss.backward()
-    t.average()
+    backward(t, losses)
 
 
 def with_gradients(t: Training, change: Callable[[Tensor], None], step: int = 1) -> None:
@@ -442,10 +415,10 @@ ACTIONS: dict[str, Callable[[Training], None]] = {
     "two_forwards": two_forwards,
     "other": lambda t: train(t, len(t.models) - 1),
     "joint": joint,
-    "retain": retain,
+    "retain": lambda t: backward(t, losses_of(t.forward()), retain_graph=True),
     "repeat": repeat,
     "halves": halves,
-    "first_half": first_half,
+    "first_half": lambda t: backward(t, losses_of(t.forward())[-1:]),
     "output_hook": output_hook,
     "written_output": written_output,
     "evaluate": evaluate,

@@ -1,10 +1,11 @@
-"""One recipe trained in two or more ways, and the verdict on the differences."""
+"""One recipe trained in two or more ways, the verdict on the differences, and failing recipes made smaller."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._functorch.config
 import torch.distributed as dist
-from fuzz.recipe import HAVE_BUFFERS, Recipe
+from fuzz.recipe import HAVE_BUFFERS, Recipe, smaller
 from fuzz.training import MeanOfRanks, MeanOfRanksWithCopies, Observation, Training
 from rank_pool import RankFailure, RankPool
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compile import DDPCompileError, ddp_compile
 
 Wrap = Callable[[nn.Module, Recipe, dist.ProcessGroup], Any]
+Judge = Callable[[Sequence[Any]], "list[Verdict]"]
 
 GROUP_TIMEOUT_S = 30.0
 # Within the time that a `RankPool` gives to a call; ranks of their own for each call take seconds to start.
@@ -139,7 +141,7 @@ class Groups:
         self.current = self._new()
 
     def renew_after(self, raised: bool) -> None:
-        if any(_gather(raised)):
+        if any(gather(raised)):
             self.current = self._new()
 
     @staticmethod
@@ -180,17 +182,18 @@ def difference(recipe: Recipe, ours: Sequence[Observation], theirs: Sequence[Obs
 
 
 def _difference_of_values(ours: Tensor | None, theirs: Tensor | None, recipe: Recipe) -> str | None:
-    if ours is None or theirs is None:
-        if ours is theirs:
-            return None
-        return "is None where it should not be" if ours is None else "should be None"
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return f"is {ours.dtype} of {tuple(ours.shape)}, and should be {theirs.dtype} of {tuple(theirs.shape)}"
+    if ours is None or theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return None if ours is theirs else difference_of_kinds(ours, theirs)
     relative, absolute = TOLERANCES[recipe.dtype]
     largest = theirs.abs().max().item() if theirs.numel() else 0.0
     if torch.allclose(ours, theirs, rtol=0, atol=absolute + relative * largest, equal_nan=True):
         return None
     return f"is {_few(ours)}, and should be {_few(theirs)}"
+
+
+def difference_of_kinds(ours: Tensor | None, theirs: Tensor | None) -> str:
+    kinds = ["None" if each is None else f"{each.dtype} of {tuple(each.shape)}" for each in (ours, theirs)]
+    return f"is {kinds[0]}, and should be {kinds[1]}"
 
 
 def _few(tensor: Tensor) -> str:
@@ -239,7 +242,7 @@ def _refused_otherwise_than_ddp(ours: Sequence[Observation], theirs: Sequence[Ob
 
 
 def _agree(found: str | None) -> bool:
-    return all(each is None for each in _gather(found))
+    return all(each is None for each in gather(found))
 
 
 def _compare(recipe: Recipe, ours: Sequence[Observation], reference: Sequence[Observation]) -> Verdict:
@@ -256,13 +259,13 @@ def _compare(recipe: Recipe, ours: Sequence[Observation], reference: Sequence[Ob
 
 def worst_of(mine: Verdict) -> Verdict:
     """The worst verdict of all ranks; called on all ranks at once."""
-    verdicts = _gather(mine)
+    verdicts = gather(mine)
     rank = max(range(len(verdicts)), key=lambda rank: OUTCOMES.index(verdicts[rank].outcome))
     outcome, detail = verdicts[rank]
     return Verdict(outcome, f"rank {rank}: {detail}" if detail else "")
 
 
-def _gather(mine: Any) -> list[Any]:
+def gather(mine: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -289,9 +292,7 @@ def quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def judge_on(
-    pool: RankPool, recipes: Sequence[Any], judge_all: Callable[[Sequence[Any]], list[Verdict]] = judge_all
-) -> list[Verdict]:
+def judge_on(pool: RankPool, recipes: Sequence[Any], judge_all: Judge = judge_all) -> list[Verdict]:
     """Verdicts of the recipes. A recipe that ends a rank's process, or keeps it for minutes, is a separate failure.
 
     If that happens to several in turn but to none of them alone, a warning says so, since it may be a race.
@@ -314,3 +315,26 @@ def judge_on(
             warnings.warn(f"only together: {broken.kind}: {broken.message}\n{broken.traceback}", stacklevel=2)
         return verdicts
     return [Verdict(FAILED, f"{broken.kind}: {broken.message}\n{broken.traceback}")]
+
+
+def shrink(recipe: Any, judge: Judge, at_once: int = 8, limit_s: float = 300.0) -> tuple[Any, Verdict]:
+    """The smallest recipe that still fails with the same symptom, found by leaving one thing out at a time, greedily.
+
+    After ``limit_s`` it returns the smallest so far, since a candidate whose ranks wait for each other in vain takes a
+    timeout.
+    """
+    (verdict,) = judge([recipe])
+    symptom = verdict.symptom()
+    end = time.monotonic() + limit_s
+    while True:
+        candidates = list(dict.fromkeys(smaller(recipe)))
+        for start in range(0, len(candidates), at_once):
+            if time.monotonic() > end:
+                return recipe, verdict
+            some = candidates[start : start + at_once]
+            kept = next(((r, v) for r, v in zip(some, judge(some), strict=True) if v.symptom() == symptom), None)
+            if kept is not None:
+                recipe, verdict = kept
+                break
+        else:
+            return recipe, verdict

@@ -9,14 +9,11 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import compiled_device
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 
 DEVICE = "acc"
 BACKEND = "accl"
@@ -24,14 +21,14 @@ BACKEND = "accl"
 BACKENDS = f"cpu:gloo,{DEVICE}:{BACKEND}"
 
 
-def load(num_devices: int = 2, has_stream_interface: bool = True) -> Any:
+def load(num_devices: int = 2) -> Any:
     """Compile the device if need be, and register it and its backend.
+
+    Its streams can be reached by `torch.accelerator` and `torch.Stream` only, as those of torch's own reference device:
+    ``torch.acc`` has no ``Stream``, ``Event``, ``current_stream`` and ``stream``, as ``torch.cuda`` does.
 
     Args:
         num_devices: Number of devices in this process.
-        has_stream_interface: Whether ``torch.acc`` has ``Stream``, ``Event``, ``current_stream`` and ``stream``, as
-            ``torch.cuda`` does. Without them streams can be reached by `torch.accelerator` and `torch.Stream` only, as
-            those of torch's own reference device.
 
     Returns:
         The extension module. ``counts()`` has numbers of host waits, poisoned blocks and calls of record_stream;
@@ -44,10 +41,9 @@ def load(num_devices: int = 2, has_stream_interface: bool = True) -> Any:
     torch.utils.rename_privateuse1_backend(DEVICE)
     extension().set_num_devices(num_devices)
     extension().register_hooks()
-    torch._register_device_module(DEVICE, _device_module(extension(), has_stream_interface))
+    torch._register_device_module(DEVICE, _device_module(extension()))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[DEVICE])
-    _register_convolutions()
     return extension()
 
 
@@ -82,32 +78,7 @@ def _make_group(options: Any, _backend_options: object) -> Any:
     return extension().Group(gloo, options.group_rank, options.group_size)
 
 
-def _register_convolutions() -> None:
-    """torch has a hook for these on devices of vendors, and no way back to the CPU."""
-
-    def on_cpu(name: str) -> Callable[..., Any]:
-        operator = getattr(torch.ops.aten, name)
-
-        def run(*args: Any) -> Any:
-            device = args[0].device
-            results = operator(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
-            return pytree.tree_map_only(torch.Tensor, lambda result: result.to(device), results)
-
-        return run
-
-    def backward(*args: Any) -> Any:
-        *tensors_and_strides, mask = args
-        return on_cpu("convolution_backward")(*tensors_and_strides[:3], None, *tensors_and_strides[3:], mask)
-
-    _library.impl("convolution_overrideable", on_cpu("convolution"), "PrivateUse1")
-    _library.impl("convolution_backward_overrideable", backward, "PrivateUse1")
-
-
-#: What it registers lasts as long as it does.
-_library = torch.library.Library("aten", "IMPL")
-
-
-def _device_module(extension: Any, has_stream_interface: bool) -> types.ModuleType:
+def _device_module(extension: Any) -> types.ModuleType:
     """``torch.acc``."""
     module: Any = types.ModuleType(f"torch.{DEVICE}")
 
@@ -143,34 +114,4 @@ def _device_module(extension: Any, has_stream_interface: bool) -> types.ModuleTy
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    if has_stream_interface:
-        _add_stream_interface(module, index_of)
     return module
-
-
-def _add_stream_interface(module: Any, index_of: Any) -> None:
-    class Stream(torch.Stream):
-        """A stream of the current device, or of another one."""
-
-        def __new__(cls, device: Any = None, **kwargs: Any) -> Stream:
-            if kwargs:
-                return super().__new__(cls, **kwargs)
-            return super().__new__(cls, torch.device(DEVICE, index_of(device)))
-
-    def current_stream(device: Any = None) -> torch.Stream:
-        return torch.accelerator.current_stream(index_of(device))
-
-    @contextmanager
-    def stream(to: torch.Stream) -> Iterator[None]:
-        device, previous = torch.accelerator.current_device_index(), current_stream(to.device)
-        torch.accelerator.set_stream(to)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(previous)
-            torch.accelerator.set_device_index(device)
-
-    module.Stream = Stream
-    module.Event = lambda enable_timing=False: torch.Event(DEVICE, enable_timing=enable_timing)
-    module.current_stream = current_stream
-    module.stream = stream

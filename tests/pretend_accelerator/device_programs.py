@@ -6,7 +6,7 @@ batch or, if ranks do something else than average gradients, from the same progr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -85,38 +85,54 @@ def loss_of(model: Any, batches: list[Tensor]) -> Tensor:
     return torch.stack([model(x).square().mean() for x in batches]).mean()
 
 
+def sharded(optimizers: Any, model: Any, where: Where, is_sharded: bool = True) -> Any:
+    """One process has nothing to shard."""
+    return shard_optimizer(optimizers, model) if is_sharded and not where.is_alone else optimizers
+
+
 def train(
     where: Where,
     make: Callable[[], nn.Module] = blocks,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    optimizer: Callable[[Any], Any] = sgd,
     is_sharded: bool = False,
     num_local: int = 0,
     prepare: Callable[[Any], object] = lambda model: None,
+    before_step: Callable[[Any], object] = lambda model: None,
     **settings: Any,
 ) -> Parameters:
     """An ordinary loop; ``num_local`` backwards in ``no_sync`` come before the one that is averaged."""
     model = where.replicate(seeded(make, where), **settings)
     if not where.is_alone:
         prepare(model)
-    stepped: Any = optimizer(model.parameters())
-    if is_sharded and not where.is_alone:
-        stepped = shard_optimizer(stepped, model)
+    optimizers = sharded(optimizer(model.parameters()), model, where, is_sharded)
+    step_all(where, model, optimizers, num_local, before_step)
+    return values(model)
+
+
+def step_all(
+    where: Where,
+    model: Any,
+    optimizers: Any,
+    num_local: int = 0,
+    before_step: Callable[[Any], object] = lambda model: None,
+    after_step: Callable[[], object] = lambda: None,
+) -> None:
     for step in range(NUM_STEPS):
         model.step = step
-        stepped.zero_grad()
+        model.zero_grad()
         for i in range(num_local + 1):
             with nullcontext() if where.is_alone or i == num_local else model.no_sync():
                 loss_of(model, where.batches(10 * step + i)).backward()
-        stepped.step()
-    return values(model)
+        before_step(model)
+        for each in optimizers if isinstance(optimizers, list) else [optimizers]:
+            each.step()
+        after_step()
 
 
 def normalized(where: Where, is_sharded: bool = False, **settings: Any) -> Parameters:
     """Micro-batches of fewer rows on rank 1. One process divides by the number of all rows."""
     model = where.replicate(seeded(blocks, where), **settings)
-    stepped: Any = sgd(model.parameters())
-    if is_sharded and not where.is_alone:
-        stepped = shard_optimizer(stepped, model)
+    stepped = sharded(sgd(model.parameters()), model, where, is_sharded)
     num_micro = 2
     for step in range(NUM_STEPS):
         stepped.zero_grad()
@@ -150,9 +166,7 @@ def power_sgd_state() -> Any:
 def with_grad_scaler(where: Where, is_sharded: bool = False) -> Parameters:
     """Autocast to bfloat16. In the third step rank 1 alone has an infinite gradient, and all ranks skip the step."""
     model = where.replicate(seeded(blocks, where))
-    optimizer: Any = sgd(model.parameters())
-    if is_sharded and not where.is_alone:
-        optimizer = shard_optimizer(optimizer, model)
+    optimizer = sharded(sgd(model.parameters()), model, where, is_sharded)
     scaler = torch.amp.GradScaler(where.device.type, init_scale=16.0)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
@@ -168,46 +182,25 @@ def with_grad_scaler(where: Where, is_sharded: bool = False) -> Parameters:
     return values(model)
 
 
-def clipped(where: Where, is_sharded: bool = False) -> Parameters:
-    model = where.replicate(seeded(blocks, where))
-    optimizer: Any = sgd(model.parameters())
-    if is_sharded and not where.is_alone:
-        optimizer = shard_optimizer(optimizer, model)
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss_of(model, where.batches(step)).backward()
-        if where.is_alone:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        else:
-            model.clip_grad_norm_(0.01)
-        optimizer.step()
-    return values(model)
+def clip(model: Any) -> None:
+    if hasattr(model, "clip_grad_norm_"):
+        model.clip_grad_norm_(0.01)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
-def with_muon(where: Where) -> Parameters:
-    """Two sharded optimizers, of which one steps whole matrices."""
-    model = where.replicate(seeded(blocks, where))
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
-    optimizers: Any = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
-    if not where.is_alone:
-        optimizers = shard_optimizer(optimizers, model)
-    for step in range(NUM_STEPS):
-        model.zero_grad()
-        loss_of(model, where.batches(step)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return values(model)
+def muon(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Steps whole matrices, beside one that steps everything else."""
+    parameters = list(parameters)
+    others = [p for p in parameters if p.dim() != 2]
+    return [torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01), torch.optim.AdamW(others, lr=0.01)]
 
 
 def with_q_adam(where: Where) -> Parameters:
     module = seeded(blocks, where)
     optimizer = QAdam(module.parameters(), lr=0.01, warmup_steps=3)
     model = where.replicate(module, algorithm=optimizer.algorithm())
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss_of(model, where.batches(step)).backward()
-        optimizer.step()
+    step_all(where, model, optimizer)
     return values(model)
 
 
@@ -226,34 +219,24 @@ def joined(where: Where) -> Parameters:
 def evaluated_between(where: Where) -> Parameters:
     """With shards: after each step the model is evaluated, and its weights are averaged, on a stream of their own."""
     model = where.replicate(seeded(blocks, where))
-    optimizer: Any = adam(model.parameters())
-    if not where.is_alone:
-        optimizer = shard_optimizer(optimizer, model)
     averaged = [parameter.detach().clone() for parameter in model.parameters()]
     sums = []
     other = Side(where.device)
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss_of(model, where.batches(step)).backward()
-        optimizer.step()
+
+    def evaluate() -> None:
         with other.after_current(), torch.no_grad():
             sums.append(sum(model(batch_of(-1, rank).to(where.device)).sum() for rank in range(dist.get_world_size())))
             torch._foreach_lerp_(averaged, list(model.parameters()), 0.5)
         other.before_current()
+
+    step_all(where, model, sharded(adam(model.parameters()), model, where), after_step=evaluate)
     return [*values(model), *(average.cpu() for average in averaged), *(each.cpu() for each in sums)]
 
 
 def asynchronous(where: Where) -> Parameters:
     """The rounds come at random times; in the end the ranks are equal, and not far from where one process comes to."""
-    model = where.replicate(
-        seeded(blocks, where),
-        **({} if where.is_alone else {"algorithm": AsyncModelAverage(sync_interval_ms=1, warmup_steps=2)}),
-    )
-    optimizer = sgd(model.parameters())
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss_of(model, where.batches(step)).backward()
-        optimizer.step()
+    model = where.replicate(seeded(blocks, where), algorithm=AsyncModelAverage(sync_interval_ms=1, warmup_steps=2))
+    step_all(where, model, sgd(model.parameters()))
     if not where.is_alone:
         model.comm_algorithm.abort()
     return values(model)
@@ -262,12 +245,8 @@ def asynchronous(where: Where) -> Parameters:
 def measured(where: Where) -> Parameters:
     """Times come from the events of streams, and training stays what it is."""
     model = where.replicate(seeded(blocks, where))
-    optimizer = sgd(model.parameters())
     measurement = None if where.is_alone else model.measure(steps=3)
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss_of(model, where.batches(step)).backward()
-        optimizer.step()
+    step_all(where, model, sgd(model.parameters()))
     if measurement is not None:
         report = measurement.report()
         assert len(report.steps) == 3
@@ -300,9 +279,7 @@ def without_dlpack(where: Where, is_sharded: bool = False) -> Parameters:
 def steady(where: Where, is_sharded: bool = False, **settings: Any) -> Parameters:
     """In the steady state the host waits for nothing."""
     model = where.replicate(seeded(blocks, where), **settings)
-    optimizer: Any = sgd(model.parameters())
-    if is_sharded and not where.is_alone:
-        optimizer = shard_optimizer(optimizer, model)
+    optimizer = sharded(sgd(model.parameters()), model, where, is_sharded)
     waits = []
     for step in range(NUM_STEPS + 4):  # agreement points are at 1, 2, 4 and 8
         optimizer.zero_grad()
@@ -340,6 +317,7 @@ def as_on_cpu(run: Callable[[Where], Parameters], tolerance: float = 2e-6) -> Pr
     return Program(run, "CPU ranks", tolerance)
 
 
+DILOCO = DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, fragment_update_alpha=0.5)
 BACKWARD, FORWARD = {"split": "backward"}, {"split": "forward"}
 PROGRAMS = {
     "backward split": averaging(**BACKWARD),
@@ -351,7 +329,7 @@ PROGRAMS = {
     "gradients of their own": averaging(gradient_as_bucket_view=False),
     "lazy buckets": averaging(lazy_bucket_allocation=True),
     "accumulation": averaging(num_local=2),
-    "clipped": Program(clipped),
+    "clipped": averaging(before_step=clip),
     "normalized": Program(partial(normalized, **BACKWARD)),
     "normalized, sharded": Program(partial(normalized, is_sharded=True)),
     "grad scaler": Program(with_grad_scaler, tolerance=1e-3),
@@ -367,12 +345,7 @@ PROGRAMS = {
     "shift one": as_on_cpu(partial(train, algorithm=Decentralized(peer_selection="shift_one"))),
     "ring": as_on_cpu(partial(train, algorithm=LowPrecisionDecentralized()), 1e-4),
     "local SGD": as_on_cpu(partial(train, algorithm=LocalSGD(period=2))),
-    "DiLoCo": as_on_cpu(
-        partial(
-            train,
-            algorithm=DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, fragment_update_alpha=0.5),
-        )
-    ),
+    "DiLoCo": as_on_cpu(partial(train, algorithm=DILOCO)),
     "asynchronous average": Program(asynchronous, tolerance=0.05),
     "join": as_on_cpu(joined),
     "measured": Program(measured),
@@ -380,10 +353,10 @@ PROGRAMS = {
     "sharded, forward split": averaging(is_sharded=True, **FORWARD),
     "sharded AdamW": averaging(is_sharded=True, optimizer=adam),
     "sharded, static graph": averaging(is_sharded=True, static_graph=True, **BACKWARD),
-    "sharded, clipped": Program(partial(clipped, is_sharded=True)),
+    "sharded, clipped": averaging(is_sharded=True, before_step=clip),
     "sharded, grad scaler": Program(partial(with_grad_scaler, is_sharded=True), tolerance=1e-3),
     "sharded, read on another stream": Program(evaluated_between, tolerance=1e-5),
-    "sharded Muon": Program(with_muon, tolerance=1e-4),
+    "sharded Muon": averaging(is_sharded=True, optimizer=muon, tolerance=1e-4),
     "inductor": Program(with_inductor, tolerance=1e-5),
     "inductor, regions": Program(partial(with_inductor, regions=[Block]), tolerance=1e-5),
     "inductor, sharded": Program(partial(with_inductor, is_sharded=True), tolerance=1e-5),

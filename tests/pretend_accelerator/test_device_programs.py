@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from device import extension
 from device_places import PLACEMENTS, placed
 from device_programs import PROGRAMS, perform
 from device_ranks import DeviceRanks, needs_pinned_torch
 from in_ci import only
+from torch import Tensor, nn
 from ways_to_train import NUM_STEPS, WAYS, Trained, train
+
+from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.algorithms import GradientAllReduce, LocalSGD
 
 pytestmark = needs_pinned_torch
 
 # The most demanding placement. "default stream" is what most people have.
 HARDEST = "side stream, device not set"
-#: The device has no sparse tensors.
-WAYS_OF_THE_DEVICE = [name for name in WAYS if name != "sparse_regulariser"]
+#: The device has no sparse tensors and no convolutions.
+WAYS_OF_THE_DEVICE = [name for name in WAYS if name not in ("sparse_regulariser", "channels_last")]
 
 
 @pytest.fixture(scope="module")
 def device_ranks() -> Iterator[DeviceRanks]:
-    ranks = DeviceRanks(has_stream_interface=True)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def ranks_without_stream_interface() -> Iterator[DeviceRanks]:
-    ranks = DeviceRanks(has_stream_interface=False)
-    yield ranks
-    ranks.close()
+    with closing(DeviceRanks()) as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize(
@@ -70,9 +72,100 @@ def test_gradients_are_exact_if_graphs_are_cut(device_ranks: DeviceRanks, way: s
         assert trained.num_early == (0,) * NUM_STEPS
 
 
+# Ranks that train elsewhere than one may think: not on the current device, not on the stream that allocated memory.
+
+BUSY_MS = 100
+
+
+def train_twice(model: Any, optimizer: Any, device: torch.device) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(3, 8).to(device)).square().mean().backward()
+        optimizer.step()
+
+
+def use_objects(device: torch.device) -> None:
+    """Everything that sends objects, or waits at a barrier, over a group without a backend for CPUs."""
+    group = dist.new_group(backend="accl")
+
+    def replicate(**settings: Any) -> tuple[Any, torch.optim.Optimizer]:
+        model = ddp_compile(nn.Linear(8, 8).to(device), backend="eager", process_group=group, **settings)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = replicate(algorithm=GradientAllReduce(hierarchical=True))
+    train_twice(model, optimizer, device)
+    model, optimizer = replicate()
+    sharded = shard_optimizer(optimizer, model)
+    train_twice(model, sharded, device)
+    sharded.state_dict()
+    model.unwrap()
+    model, optimizer = replicate(algorithm=LocalSGD(period=3))
+    train_twice(model, optimizer, device)
+    model.set_comm_algorithm(GradientAllReduce(), optimizers=[optimizer])
+
+
+def devices_of_objects() -> tuple[set[str], int, set[str]]:
+    """Devices of the messages that carry objects, their number, and the current devices at barriers."""
+    c10d, rank = dist.distributed_c10d, dist.get_rank()
+    messages: list[str] = []
+    barriers: set[str] = set()
+
+    def recorded(name: str, send: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "barrier":
+                barriers.add(f"acc:{torch.accelerator.current_device_index()}")
+            else:
+                tensor = args[1] if name == "all_gather" else args[0]
+                messages.append(str(tensor.device))
+            return send(*args, **kwargs)
+
+        return call
+
+    torch.accelerator.set_device_index(0)
+    with ExitStack() as stack:
+        for name in ("all_gather", "broadcast"):  # as the functions for objects call them
+            stack.enter_context(patch.object(c10d, name, recorded(name, getattr(c10d, name))))
+        stack.enter_context(patch.object(dist, "barrier", recorded("barrier", dist.barrier)))
+        stack.enter_context(patch.dict("os.environ", {"LOCAL_RANK": str(rank)}))
+        use_objects(torch.device("acc", rank))
+    assert torch.accelerator.current_device_index() == 0
+    return set(messages), len(messages), barriers
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_streams_are_reached_by_torch_accelerator_alone(ranks_without_stream_interface: DeviceRanks, name: str) -> None:
-    """``torch.acc`` has no streams and events of its own, as torch's reference device has none."""
-    for difference in ranks_without_stream_interface.run(perform, name, "side stream"):
-        assert difference <= PROGRAMS[name].tolerance
+def test_objects_and_barriers_go_to_the_parameters_device(device_ranks: DeviceRanks) -> None:
+    """On NCCL two ranks that use device 0 both are an error, and each takes memory there."""
+    for rank, (devices, number, barriers) in enumerate(device_ranks.run(devices_of_objects)):
+        assert number >= 6
+        assert devices == barriers == {f"acc:{rank}"}
+
+
+def trained_with_shards(is_on_side_stream: bool) -> list[Tensor]:
+    """Memory comes from one stream and is read and freed on another: parameters, and one that a user has set."""
+    device = torch.device("acc", dist.get_rank())
+    torch.accelerator.set_device_index(device.index)
+    torch.manual_seed(0)
+    model: Any = ddp_compile(nn.Linear(8, 8).to(device), backend="eager")
+    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    own = torch.accelerator.current_stream()
+    other = torch.Stream(device) if is_on_side_stream else own
+
+    def train_on_other() -> None:
+        other.wait_stream(own)
+        torch.accelerator.set_stream(other)
+        extension().occupy(other, BUSY_MS)  # so that what it is to read is freed before it gets there
+        train_twice(model, optimizer, device)
+        torch.accelerator.set_stream(own)
+        own.wait_stream(other)
+
+    train_on_other()
+    model.weight.data = model.weight.detach() * 0.5
+    train_on_other()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.long
+def test_memory_is_kept_until_it_has_been_read(device_ranks: DeviceRanks) -> None:
+    for on_side, on_own in zip(*(device_ranks.run(trained_with_shards, side) for side in (True, False)), strict=True):
+        for found, expected in zip(on_side, on_own, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)

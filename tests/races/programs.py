@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -89,12 +90,18 @@ def adam(model: nn.Module) -> Any:
     return torch.optim.AdamW(model.parameters(), 0.01)
 
 
-def train(stage: Stage, make: Callable[[], nn.Module] = Layers, times: int = 3, **settings: Any) -> Any:
+def train(
+    stage: Stage,
+    make: Callable[[], nn.Module] = Layers,
+    times: int = 3,
+    prepare: Callable[[Any], object] = lambda model: None,
+    **settings: Any,
+) -> None:
     """An ordinary loop."""
     model = replicated(stage, make(), **settings)
+    prepare(model)
     stage.train(model, adam(model), plain_batches(4, WIDTH), times)
     stage.end(model)
-    return model
 
 
 def managed_replicas(stage: Stage) -> None:
@@ -121,17 +128,16 @@ def local_ranks(node_of_two: bool | None) -> Iterator[None]:
 
 
 def with_comm_hook(stage: Stage, name: str) -> None:
-    model = replicated(stage)
-    if name == "powerSGD":
-        # Its error feedback frees what another stream reads, within torch's own code.
-        state: Any = powerSGD_hook.PowerSGDState(
-            stage.group, matrix_approximation_rank=1, start_powerSGD_iter=2, use_error_feedback=False
-        )
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    else:
-        model.register_comm_hook(stage.group, getattr(default_hooks, name))
-    stage.train(model, adam(model), plain_batches(4, WIDTH), times=2)
-    stage.end(model)
+    hook: Any = getattr(default_hooks, name)
+    train(stage, times=2, prepare=lambda model: model.register_comm_hook(stage.group, hook))
+
+
+def with_power_sgd(stage: Stage) -> None:
+    # Its error feedback frees what another stream reads, within torch's own code.
+    state = powerSGD_hook.PowerSGDState(
+        stage.group, matrix_approximation_rank=1, start_powerSGD_iter=2, use_error_feedback=False
+    )
+    train(stage, times=2, prepare=lambda model: model.register_comm_hook(state, powerSGD_hook.powerSGD_hook))
 
 
 def with_buffer_hook(stage: Stage) -> None:
@@ -141,11 +147,11 @@ def with_buffer_hook(stage: Stage) -> None:
         works: list[Any] = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers.values()]
         return [work.get_future() for work in works]
 
-    model = replicated(stage, Layers(normed=True))
-    group = dist.new_group(backend=dist.get_backend(stage.group))
-    model._register_buffer_comm_hook(group, add_up, "POST_FORWARD")
-    stage.train(model, adam(model), plain_batches(4, WIDTH), times=2)
-    stage.end(model)
+    def register(model: Any) -> None:
+        group = dist.new_group(backend=dist.get_backend(stage.group))
+        model._register_buffer_comm_hook(group, add_up, "POST_FORWARD")
+
+    train(stage, partial(Layers, normed=True), times=2, prepare=register)
 
 
 def accumulating(stage: Stage, **settings: Any) -> None:
@@ -193,39 +199,27 @@ def normalized(stage: Stage, of_shards: bool = False, reads_early: bool = False,
 def clipped(stage: Stage) -> None:
     """Norms are read on the stream of the backward's caller, from the second step on, and used on another."""
     model = replicated(stage)
-    optimizer, batch = adam(model), plain_batches(4, WIDTH)
-    for roles in stage.steps(3):
-        with stage.on(roles.caller):
-            optimizer.zero_grad()
-            stage.backward(stage.forward(model, batch(), roles), roles)
-            with stage.on("other"):
-                stage.wait_for(roles.caller)
-                model.clip_grad_norm_(0.01)
-            stage.wait_for("other")
-            optimizer.step()
-            stage.use_memory()
+
+    def clip(roles: Roles) -> None:
+        with stage.on("other"):
+            stage.wait_for(roles.caller)
+            model.clip_grad_norm_(0.01)
+        stage.wait_for("other")
+
+    stage.train(model, adam(model), plain_batches(4, WIDTH), times=3, before_step=clip)
     stage.end(model)
 
 
 def late_gradients(stage: Stage) -> None:
     """From some step on a parameter gets a second gradient after its bucket was launched, which is sent again."""
-    model = replicated(stage)
-    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    model, numbers = replicated(stage), itertools.count()
 
-    def with_penalty(x: Tensor) -> Tensor:
-        return torch.cat([model(x).flatten(), model.last.weight.flatten()])
+    def with_penalty_later(x: Tensor) -> Tensor:
+        y = model(x)
+        return y if next(numbers) < 2 else torch.cat([y.flatten(), model.last.weight.flatten()])
 
-    for number, roles in enumerate(stage.steps(3)):
-        with stage.on(roles.caller):
-            optimizer.zero_grad()
-            stage.backward(stage.forward(model if number < 2 else with_penalty, batch(), roles), roles)
-            optimizer.step()
-            stage.use_memory()
+    stage.train(with_penalty_later, adam(model), plain_batches(4, WIDTH), times=3)
     stage.end(model)
-
-
-def alternating_unused(stage: Stage) -> None:
-    train(stage, Branches, times=4, find_unused_parameters=True)
 
 
 def delayed(stage: Stage) -> None:
@@ -256,14 +250,8 @@ def joined(stage: Stage) -> None:
 def finalized_manually(stage: Stage) -> None:
     model = replicated(stage)
     model.require_manual_backward_finalization = True
-    optimizer, batch = adam(model), plain_batches(4, WIDTH)
-    for roles in stage.steps(2):
-        with stage.on(roles.caller):
-            optimizer.zero_grad()
-            stage.backward(stage.forward(model, batch(), roles), roles)
-            model.finalize_backward()
-            optimizer.step()
-            stage.use_memory()
+    batch = plain_batches(4, WIDTH)
+    stage.train(model, adam(model), batch, times=2, before_step=lambda roles: model.finalize_backward())
     stage.end(model)
 
 
@@ -390,18 +378,16 @@ def sharded_moved(stage: Stage) -> None:
 def diloco_saved(stage: Stage) -> None:
     """States are saved on another stream between a message and the step that applies it, on which the message ends."""
     model = replicated(stage, algorithm=DiLoCo(sync_every=3, fragments=1, fragment_sync_delay=2))
-    optimizer, batch = adam(model), plain_batches(4, WIDTH)
-    for number, roles in enumerate(stage.steps(6)):
-        with stage.on(roles.caller):
-            optimizer.zero_grad()
-            stage.backward(stage.forward(model, batch(), roles), roles)
-            optimizer.step()
-            if number % 3 == 0:
-                with stage.on("other"):
-                    stage.wait_for(roles.caller)
-                    model.comm_algorithm.state_dict()
-                stage.wait_for("other")
-            stage.use_memory()
+    numbers = itertools.count()
+
+    def save(roles: Roles) -> None:
+        if next(numbers) % 3 == 0:
+            with stage.on("other"):
+                stage.wait_for(roles.caller)
+                model.comm_algorithm.state_dict()
+            stage.wait_for("other")
+
+    stage.train(model, adam(model), plain_batches(4, WIDTH), times=6, after_step=save)
     stage.end(model)
 
 
@@ -432,7 +418,7 @@ _ON_NCCL: dict[str, Program] = {
     "gradients of their own": partial(train, gradient_as_bucket_view=False),
     "lazy buckets": partial(train, lazy_bucket_allocation=True, gradient_as_bucket_view=False),
     "static graph": partial(train, static_graph=True),
-    "unused parameters": alternating_unused,
+    "unused parameters": partial(train, make=Branches, times=4, find_unused_parameters=True),
     "accumulation": accumulating,
     "accumulation, forward split": partial(accumulating, split="forward"),
     "normalized": normalized,
@@ -447,7 +433,7 @@ _ON_NCCL: dict[str, Program] = {
     "steps in backward": stepped_in_backward,
     "allreduce hook": partial(with_comm_hook, name="allreduce_hook"),
     "bf16 hook": partial(with_comm_hook, name="bf16_compress_hook"),
-    "PowerSGD hook": partial(with_comm_hook, name="powerSGD"),
+    "PowerSGD hook": with_power_sgd,
     "wire dtype": partial(with_algorithm, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)),
     "sums at the owner": partial(with_algorithm, algorithm=GradientAllReduce(reproducible=True)),
     "hierarchical, one node": partial(with_algorithm, algorithm=GradientAllReduce(hierarchical=True), node_of_two=True),

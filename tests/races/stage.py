@@ -94,14 +94,23 @@ class Stage:
                 yield roles
 
     def train(
-        self, model: nn.Module, optimizer: Any, batch: Callable[[], Any], times: int = 1, steady: bool = False
+        self,
+        model: Callable[[Any], Any],
+        optimizer: Any,
+        batch: Callable[[], Any],
+        times: int = 1,
+        steady: bool = False,
+        before_step: Callable[[Roles], object] = lambda roles: None,
+        after_step: Callable[[Roles], object] = lambda roles: None,
     ) -> None:
         """Steps of an ordinary loop, which keeps its own streams in order."""
         for roles in self.steps(times):
             with self.on(roles.caller), self.counting_host_waits(steady):
                 optimizer.zero_grad()
                 self.backward(self.forward(model, batch(), roles), roles)
+                before_step(roles)
                 optimizer.step()
+                after_step(roles)
                 self.use_memory()
 
     def use_memory(self) -> None:

@@ -1,12 +1,17 @@
-"""No program has two accesses to memory that no wait orders, whichever streams it runs on."""
+"""No program has two accesses to memory that no wait orders, whichever streams it runs on, and each wait is needed."""
 
 from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
 
 import pytest
 import torch
 from in_ci import only
 from programs import PROGRAMS, STEADY_PROGRAMS
 from rank_pool import Ranks
+from simulated_group import Launch
+from simulated_streams import ROOT, Site
 from stage import DISTINCT, Outcome, all_roles, perform, perform_without_streams
 
 ROLES = {"distinct": DISTINCT, "default": all_roles("default"), "side": all_roles("side")}
@@ -41,3 +46,69 @@ def test_everything_that_is_written_is_waited_for(ranks: Ranks, name: str, roles
 def test_host_never_waits_in_steady_state(ranks: Ranks, name: str) -> None:
     for outcome in ranks(2).run(count_host_waits, name, "distinct"):
         assert outcome.host_waits == []
+
+
+# All ranks start collectives in one order, over all the communicators that they share. NCCL needs that: two
+# communicators whose kernels do not fit onto a device together wait for each other if two ranks start them in different
+# orders.
+
+
+def launches_with_pauses(name: str, seed: int) -> list[Launch]:
+    return perform(PROGRAMS[name], DISTINCT, delays=seed).launches
+
+
+@pytest.mark.parametrize("seed", only([1], [1, 2, 3]))
+@pytest.mark.parametrize("name", only(["hierarchical, two nodes", "sharded"], PROGRAMS))
+def test_collectives_start_in_one_order(ranks: Ranks, name: str, seed: int) -> None:
+    first, second = ranks(2).run(launches_with_pauses, name, seed)
+    shared = {launch.group for launch in first} & {launch.group for launch in second}
+    assert shared
+    # A message is sent by one rank and received by the other.
+    orders = [[(g, name.replace("recv", "send")) for g, name in rank if g in shared] for rank in (first, second)]
+    assert orders[0] == orders[1]
+
+
+# Without any of the places in the sources that keep streams in order, some program has a race.
+
+#: What `ddp_compile.runtime.comm.streams` offers to keep streams in order.
+ORDERING = {"record", "record_on", "used_here", "after_current"}
+
+
+def sites_of(program: str) -> set[Site]:
+    return set(perform(PROGRAMS[program], DISTINCT).sites)
+
+
+def has_races_without(site: Site, program: str) -> bool:
+    return bool(perform(PROGRAMS[program], DISTINCT, ignored=site).races)
+
+
+def calls_in_the_sources() -> Iterator[tuple[str, int]]:
+    """Path and line of each call that keeps streams in order."""
+    for path in [*ROOT.glob("runtime/**/*.py"), *ROOT.glob("ddp_compile/**/*.py")]:
+        if path.name != "streams.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and _name_of(node.func) in ORDERING:
+                    yield str(path.relative_to(ROOT)), node.lineno
+
+
+def _name_of(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        owner = function.value.id if isinstance(function.value, ast.Name) else ""
+        return function.attr if owner == "streams" or function.attr == "after_current" else ""
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+@pytest.mark.long  # In CI, the tests above fail if any of these places is gone.
+@pytest.mark.timeout(1800)
+def test_every_wait_between_streams_is_needed(ranks: Ranks) -> None:
+    passed_by = {program: set().union(*ranks(2).run(sites_of, program)) for program in PROGRAMS}
+    sites = set().union(*passed_by.values())
+    places = {(site.path, site.line) for site in sites}
+    assert set(calls_in_the_sources()) <= places, "a program has to pass each of these"
+    survivors = []
+    for site in sorted(sites):
+        # The programs that pass few others are about this one.
+        programs = sorted((p for p in PROGRAMS if site in passed_by[p]), key=lambda p: len(passed_by[p]))
+        if not any(any(ranks(2).run(has_races_without, site, program)) for program in programs):
+            survivors.append(site)
+    assert not survivors, "\n".join(map(str, survivors))

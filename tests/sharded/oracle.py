@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import flat_of, own_batch
 from models import Mlp, loss_of
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -50,7 +51,7 @@ class Net(nn.Module):
 
 
 class Whitening(Optimizer):
-    """As users write them: a step of a matrix needs all of it, and its states are lists of other matrices."""
+    """As users write them: a step of a matrix needs all of it, and its states are float32 vectors in a list."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -61,16 +62,15 @@ class Whitening(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    assert p.dim() == 2
-                    state = self.state[p]
+                    state, squares = self.state[p], p.grad.float().square()
                     if not state:
-                        state["sides"] = [torch.eye(size, dtype=p.dtype) for size in p.shape]
-                        state["count"] = 0
-                    left, right = state["sides"]
-                    left.lerp_(p.grad @ p.grad.t(), 0.1)
-                    right.lerp_(p.grad.t() @ p.grad, 0.1)
+                        state["scales"], state["count"] = [torch.ones(size) for size in p.shape], 0
+                    rows, columns = state["scales"]
+                    assert rows.dtype == columns.dtype == torch.float32
+                    rows.lerp_(squares.mean(1), 0.1)
+                    columns.lerp_(squares.mean(0), 0.1)
                     state["count"] += 1
-                    p.sub_(group["lr"] * torch.linalg.solve(left, p.grad) @ torch.linalg.inv(right))
+                    p.sub_((group["lr"] * p.grad / (rows.sqrt()[:, None] * columns.sqrt())).to(p.dtype))
         return loss
 
 
@@ -85,9 +85,13 @@ def muon(module: nn.Module) -> list[Optimizer]:
     return [optim.Muon(groups, lr=0.02), optim.AdamW(others, lr=0.01)]
 
 
-def two_of_torch(module: nn.Module) -> list[Optimizer]:
+class Momentum(optim.SGD):
+    """Of a user: whether it works element by element has to be said."""
+
+
+def two(module: nn.Module) -> list[Optimizer]:
     matrices, others = matrices_and_others(module)
-    return [optim.SGD(others, lr=0.1, momentum=0.9), optim.AdamW(matrices, lr=0.01, fused=True)]
+    return [Momentum(others, lr=0.1, momentum=0.9), optim.AdamW(matrices, lr=0.01, fused=True)]
 
 
 def whitening(module: nn.Module) -> list[Optimizer]:
@@ -110,14 +114,13 @@ KINDS: dict[str, tuple[Callable[[nn.Module], list[Optimizer]], dict[str, Any]]] 
     "adamw": (in_groups(lambda p: optim.AdamW(p, lr=0.01, fused=True)), {}),
     "muon": (muon, {}),
     "adafactor": (lambda module: [optim.Adafactor(module.parameters(), lr=0.02)], {}),
-    "two": (two_of_torch, {}),
+    "two": (two, {"elementwise": True}),
     "whitening": (whitening, {"elementwise": False}),
 }
 
 
 def batch(step: int) -> Tensor:
-    torch.manual_seed(10 * step + dist.get_rank())
-    return torch.randn(6, WIDTH)
+    return own_batch(step, WIDTH, rows=6)
 
 
 class Pair:
@@ -126,19 +129,18 @@ class Pair:
     With another ``dtype`` the model has master weights, and the plain module has the same values in float32.
     """
 
-    def __init__(self, kind: str, sharded: bool = True, **settings: Any) -> None:
+    def __init__(self, kind: str, net: Callable[[], nn.Module] = Net, **settings: Any) -> None:
         torch.manual_seed(1)
         make, of_kind = KINDS[kind] if kind in KINDS else (in_groups(optimizers_by_name()[kind]), {})
         self.dtype = settings.pop("dtype", torch.float32)
-        module = Net().to(self.dtype)
+        module = net().to(self.dtype)
         self.reference = copy.deepcopy(module).float()
         settings = {"backend": "eager", "split": "backward", "bucket_cap_mb": CAP_MB} | settings
         overlap = settings.pop("overlap", True)
         self.model: Any = ddp_compile(module, **settings)
         self.optimizers = make(self.model)
-        if sharded:
-            of_kind = {"overlap": overlap, "master_weights": self.dtype != torch.float32, **of_kind}
-            assert shard_optimizer(self.optimizers, self.model, **of_kind) is self.optimizers
+        of_kind = {"overlap": overlap, "master_weights": self.dtype != torch.float32, **of_kind}
+        assert shard_optimizer(self.optimizers, self.model, **of_kind) is self.optimizers
         self.of_reference = make(self.reference)
         self.schedulers = [
             [optim.lr_scheduler.StepLR(each, 3, 0.5) for each in of_kind]
@@ -251,11 +253,6 @@ def plain(model: Any, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-def values_of(model: nn.Module) -> Tensor:
-    """All parameters, shape (n,)."""
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def assert_trains_alike(
     train: Callable[[Any, Any], None], module: Callable[[], nn.Module] | None = None, tolerance: float = 0.0, **how: Any
 ) -> None:
@@ -265,7 +262,7 @@ def assert_trains_alike(
         torch.manual_seed(2)
         model, optimizer = make(module=module and module(), sharded=sharded, **how)
         train(model, optimizer)
-        ends.append(values_of(model))
+        ends.append(flat_of(model))
     assert torch.allclose(*ends, rtol=0.0, atol=tolerance), (train.__name__, how)
 
 
@@ -275,12 +272,6 @@ def late_rank(rank: int = 1) -> Iterator[None]:
     if dist.get_rank() == rank:
         time.sleep(0.15)
     yield
-
-
-def equal_on_all_ranks(values: Tensor) -> bool:
-    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, values.contiguous())
-    return all(torch.equal(every[0], each) for each in every)
 
 
 def in_a_child(read: Callable[[], Any]) -> Any:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 import unittest
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import own_batch, seeded
 from models import loss_of
 from oracle import CAP_MB, WIDTH, Net, Pair, batch, matrices_and_others, muon, said_by
 from rank_pool import on_ranks
-from torch import nn
+from torch import Tensor, nn
 
-from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile import ddp_compile, shard_optimizer, torch_internals
 from ddp_compile.runtime.comm.transfers import Transfer
+from ddp_compile.runtime.sharded.cut import Cut
+from ddp_compile.runtime.sharded.owners import choose_owners
+from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 # Owners.
 
@@ -39,30 +45,25 @@ def test_each_matrix_has_one_owner() -> None:
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
 def test_more_ranks_than_matrices() -> None:
-    torch.manual_seed(1)
-    module = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
-    reference = copy.deepcopy(module)
-    model: Any = ddp_compile(module, backend="eager")
-    optimizers, of_reference = muon(model)[:1], muon(reference)[:1]
-    others = matrices_and_others(model)[1]
-    optimizers.append(torch.optim.SGD(others, lr=0.1))
-    of_reference.append(torch.optim.SGD(matrices_and_others(reference)[1], lr=0.1))
     with unittest.TestCase().assertLogs("ddp_compile.runtime.sharded.owners") as logs:
-        shard_optimizer(optimizers, model)
+        pair = Pair("muon", net=lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3)))
+    said = "Muon steps whole parameters: 1, 1, 0 on ranks 0 to 2; the rank with most to do has 2."
     (warned,) = logs.output
-    assert f"rank {dist.get_rank()}: Muon steps whole parameters: 1, 1, 0 on ranks 0 to 2; the rank with" in warned
+    assert f"rank {dist.get_rank()}: {said}" in warned
     for step in range(3):
-        loss_of(model(batch(step))).backward()
-        gradients = model.full_gradients()
-        for name, parameter in reference.named_parameters():
-            parameter.grad = gradients[name]
-        for each in (*optimizers, *of_reference):
-            each.step()
-        model.zero_grad()
-        assert all(map(torch.equal, model.parameters(), reference.parameters()))
-    assert "Muon steps whole parameters: 1, 1, 0 on ranks 0 to 2; the rank with most to do has 2." in str(
-        model.explain()
-    )
+        pair.train(step)
+    assert said in str(pair.model.explain())
+
+
+def test_the_layers_of_a_transformer_are_even() -> None:
+    """Twelve layers of GPT's four matrices: the loads of 2 to 8 ranks are within 10 % of the mean."""
+    width = 64
+    shapes = 12 * [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    reduced = {id(parameter): number for number, parameter in enumerate(parameters)}
+    for world_size in range(2, 9):
+        owners = choose_owners([torch.optim.Muon(parameters)], reduced, world_size)
+        assert owners.worst_of_mean <= 1.1, (world_size, owners.worst_of_mean)
 
 
 @on_ranks(2)
@@ -83,40 +84,15 @@ def test_elementwise_does_not_cut_muon_matrices() -> None:
 
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def test_step_gathers_once_without_waiting() -> None:
-    pair = Pair("muon")
-    pair.train(0)
-    loss_of(pair.model(batch(1))).backward()
-    waits, transfers = [], pair.model.comm_algorithm._transfers
-    gathers, all_gather = [], transfers.all_gather
-    with pytest.MonkeyPatch.context() as patch:
-        for function in ("all_reduce", "broadcast", "all_gather_object", "all_to_all_single"):
-            patch.setattr(dist, function, lambda *_args, **_options: waits.append(1))
-        patch.setattr(Transfer, "wait", lambda _transfer: waits.append(1))
-        patch.setattr(transfers, "all_gather", lambda flat, cut: gathers.append(1) or all_gather(flat, cut))
-        for each in pair.optimizers:
-            each.step()
-    assert not waits and len(gathers) == len(pair.model.bucket_plan.buckets) > 2
-    pair.model.await_parameters()
-
-
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
 def test_optimizers_stepped_in_another_order() -> None:
     pair = Pair("muon", bucket_cap_mb=1e-5)  # a bucket for each parameter
     pair.train(0)
-    transfers, order = pair.model.comm_algorithm._transfers, []
-    all_gather = transfers.all_gather
-    transfers.all_gather = lambda flat, cut: order.append(cut) or all_gather(flat, cut)
-    buckets = [bucket.cut for bucket in reversed(pair.model.comm_algorithm.sharding.buckets)]
     for step in range(1, 5):
         loss_of(pair.model(batch(step))).backward()
         pair.follow()
-        order.clear()
         steps = [each.step for each in pair.optimizers]
         for each in steps if (step + dist.get_rank()) % 2 else reversed(steps):
             each()
-        assert order == buckets
         for each in pair.of_reference:
             each.step()
         pair.model.zero_grad()
@@ -141,6 +117,56 @@ def test_collective_between_other_steps() -> None:
     scaler.scale(loss_of(model(batch(1)))).backward()
     named = f"gradients of SGD ({('first', 'norm')[rank]}.weight, ...) are finite waits for all ranks"
     assert named in said_by(lambda: scaler.step(optimizers[rank]))
+
+
+# Shards that travel by reduce-scatter and all-gather, as on NCCL: here over gloo, taken for another backend.
+
+
+def train_with(collectives: bool, same_batches: bool) -> tuple[list[Tensor], list[list[bool]]]:
+    """Parameters; and for each step, for each reduce-scatter of a padded bucket, whether it read it where it lies."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise((7, 31, 29, 17, 1))]
+    model = ddp_compile(nn.Sequential(*layers), bucket_cap_mb=0.001, backend="eager")
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
+    launched: list[Tensor] = []
+    in_place: list[list[bool]] = []
+    launch, reduce_scatter = ShardTransfers.reduce_scatter, torch_internals.reduce_scatter_single
+
+    def recorded_launch(self: ShardTransfers, flat: Tensor, cut: Cut) -> Transfer:
+        launched.append(flat)
+        return launch(self, flat, cut)
+
+    def recorded(shard: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        assert shard.nbytes % 16 == 0
+        if whole.numel() > launched[-1].numel():
+            in_place[-1].append(whole.data_ptr() == launched[-1].data_ptr())
+        work: dist.Work = reduce_scatter(shard, whole, group)
+        return work
+
+    with (
+        patch.object(ShardTransfers, "reduce_scatter", recorded_launch),
+        patch.object(torch_internals, "reduce_scatter_single", recorded),
+    ):
+        with patch.object(torch_internals, "backend_name", lambda *_: "another") if collectives else nullcontext():
+            optimizer = shard_optimizer(optimizer, model)
+        for step in range(4):
+            in_place.append([])
+            optimizer.zero_grad()
+            x = seeded(lambda: torch.randn(4, 7), 10 * step) if same_batches else own_batch(step, 7)
+            model(x).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()], in_place
+
+
+@pytest.mark.parametrize("same_batches", [True, False])
+@on_ranks(3)
+def test_no_step_copies_a_bucket(same_batches: bool) -> None:
+    """Three ranks do not divide most buckets. With equal batches, the order of a sum does not change its bits."""
+    (ours, (first, *others)), (theirs, _) = train_with(True, same_batches), train_with(False, same_batches)
+    assert first and not any(first)  # the first backward finds out which buckets there are
+    assert all(of_step and all(of_step) for of_step in others)
+    difference = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    assert difference <= (0.0 if same_batches else 1e-5)
 
 
 # Half a step.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import math
 import pickle
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import flat_of, is_same_everywhere
 from models import Mlp, loss_of
-from oracle import WIDTH, batch, make, plain, refused, values_of
+from oracle import WIDTH, batch, make, plain, refused, said_by
 from rank_pool import RankFailure, Ranks, on_ranks
 from torch import Tensor, nn, optim
 
@@ -44,58 +47,38 @@ def test_calls() -> None:
     halved = replicated(halved)
     other = nn.Parameter(torch.zeros(2))
     low = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    adamw, unlike = optim.AdamW(parameters), "RanksDifferError: RANK: on rank 1, the optimizers to be sharded have"
-    calls: list[tuple[str, Any, Any, dict[str, Any]]] = [
-        ("TypeError: optimizer='adamw' is not a torch.optim.Optimizer", "adamw", model, {}),
-        ("model is an Mlp that is not replicated; call ddp_compile(model) first", adamw, Mlp(WIDTH, 2), {}),
-        ("the model reduces their gradients: layers.0.weight. Put all", optim.AdamW(parameters[1:]), model, {}),
-        ("the optimizer has 1 parameter outside of the model", optim.AdamW([*parameters, other]), model, {}),
-        ("LBFGS cannot be sharded, since a step looks at all parameters at once", optim.LBFGS(parameters), model, {}),
-        ("RANK: LBFGS cannot be sharded", [optim.LBFGS(parameters)], model, {"elementwise": False}),
-        (
-            "RANK: missing in the optimizer, although the model reduces their gradients: layers.0.bias. Put all",
-            [optim.SGD(parameters[:1]), optim.Adafactor(parameters[2:])],
-            model,
-            {},
-        ),
-        ("optimizer=[] has no optimizer", [], model, {}),
-        ("placement=; write elementwise=False instead", adamw, model, {"placement": "whole"}),
-        ("does not take momentum=; leave it out", adamw, model, {"momentum": 1}),
-        (
-            "Adafactor with eps=(None, 0.001) derives a group's first epsilon from the dtype",
-            optim.Adafactor([*parameters, low]),
-            model,
-            {},
-        ),
-        (
-            "in more than one optimizer: layers.0.weight; leave each",
-            [optim.SGD(parameters), optim.SGD(parameters[:1])],
-            model,
-            {},
-        ),
-        (
-            "SGD has no parameter that the model reduces; leave it out",
-            [optim.SGD(halved.layers[i].parameters()) for i in range(2)],
-            halved,
-            {},
-        ),
-        ("SGD with differentiable=True cannot be sharded", optim.SGD(parameters, differentiable=True), model, {}),
-        (unlike, optim.SGD(parameters, lr=0.1 * (1 + rank)), model, {}),
-        (unlike, optim.SGD(parameters, lr=torch.tensor(0.1 + 1e-7 * rank)), model, {}),
-        (unlike, [optim.SGD(parameters[i::2]) for i in (rank, 1 - rank)], model, {}),
-        (unlike, optim.SGD([{"params": parameters[: 1 + rank]}, {"params": parameters[1 + rank :]}]), model, {}),
-        (unlike, optim.SGD(parameters[:: 1 - 2 * rank]), model, {}),
-        (
-            ("Unknown works element by element is unknown; pass elementwise=True" if rank else unlike),
-            Unknown(parameters),
-            model,
-            {"elementwise": None if rank else True},
-        ),
-        ("a sharded optimizer cannot be used with the ByteGrad", adamw, replicated(algorithm=ByteGrad()), {}),
+    adamw, sgd, unlike = optim.AdamW(parameters), optim.SGD, "RanksDifferError: RANK: on rank 1, the optimizers to be"
+    calls: list[tuple[str, Any]] = [
+        ("TypeError: optimizer='adamw' is not a torch.optim.Optimizer", "adamw"),
+        ("the model reduces their gradients: layers.0.weight. Put all", optim.AdamW(parameters[1:])),
+        ("the optimizer has 1 parameter outside of the model", optim.AdamW([*parameters, other])),
+        ("LBFGS cannot be sharded, since a step looks at all parameters at once", optim.LBFGS(parameters)),
+        ("RANK: missing in the optimizer, although ", [sgd(parameters[:1]), optim.Adafactor(parameters[2:])]),
+        ("optimizer=[] has no optimizer", []),
+        ("Adafactor with eps=(None, 0.001) derives a group's first", optim.Adafactor([*parameters, low])),
+        ("in more than one optimizer: layers.0.weight; leave each", [sgd(parameters), sgd(parameters[:1])]),
+        ("SGD with differentiable=True cannot be sharded", sgd(parameters, differentiable=True)),
+        (unlike, sgd(parameters, lr=0.1 * (1 + rank))),
+        (unlike, sgd(parameters, lr=torch.tensor(0.1 + 1e-7 * rank))),
+        (unlike, [sgd(parameters[i::2]) for i in (rank, 1 - rank)]),
+        (unlike, sgd([{"params": parameters[: 1 + rank]}, {"params": parameters[1 + rank :]}])),
+        (unlike, sgd(parameters[:: 1 - 2 * rank])),
     ]
-    for said, optimizer, of, settings in calls:
+    for said, optimizer in calls:
         with refused(said):
-            shard_optimizer(optimizer, of, **settings)
+            shard_optimizer(optimizer, model)
+    said = "Unknown works element by element is unknown; pass elementwise=True" if rank else unlike
+    with refused(said):
+        shard_optimizer(Unknown(parameters), model, elementwise=None if rank else True)
+    for setting, said in (("placement", "write elementwise=False instead"), ("momentum", "leave it out")):
+        with refused(f"{setting}=; {said}"):
+            shard_optimizer(adamw, model, **{setting: 1})  # type: ignore[arg-type]
+    with refused("model is an Mlp that is not replicated; call ddp_compile(model) first"):
+        shard_optimizer(adamw, Mlp(WIDTH, 2))
+    with refused("SGD has no parameter that the model reduces; leave it out"):
+        shard_optimizer([sgd(layer.parameters()) for layer in halved.layers], halved)
+    with refused("a sharded optimizer cannot be used with the ByteGrad"):
+        shard_optimizer(adamw, replicated(algorithm=ByteGrad()))
     loss_of(model(batch(0))).backward()
     with refused("shard_optimizer was called while 4 parameters had a gradient; call it between two steps"):
         shard_optimizer(adamw, model)
@@ -299,6 +282,57 @@ def test_forward_between_backward_and_step(is_local: bool) -> None:
             call()
 
 
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@on_ranks(2)
+def test_gradients_stay_hidden_after_a_forward(split: str) -> None:
+    """Between backward and step, in ``no_sync()`` too: what a user's code does that has forgotten the shards."""
+    torch._dynamo.reset()
+    model, optimizer = make("sgd", backend="aot_eager", split=split)
+    first = next(model.parameters())
+    said: list[str] = []
+    uses: list[Callable[[], Any]] = [
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: first.grad.add_(1.0),
+        lambda: first.grad + 1.0,
+    ]
+    for is_local in (False, True, False):
+        loss_of(model(batch(0))).backward()
+        with model.no_sync() if is_local else nullcontext():
+            out = model(batch(1))
+
+        out.register_hook(lambda _gradient: said.extend(map(said_by, uses)))
+        said.extend(map(said_by, uses))
+        with model.no_sync() if is_local else nullcontext():
+            loss_of(out).backward()
+        if is_local:
+            loss_of(model(batch(2))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(batch(3))
+    assert all(parameter.grad is None for parameter in model.parameters())  # nothing is hidden where nothing is
+    assert len(said) == 3 * 2 * 3
+    for text in said:
+        assert f"ReplicationError: rank {dist.get_rank()}: " in text
+        assert "Clip with model.clip_grad_norm_(max_norm)" in text
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_step_after_the_model_is_gone() -> None:
+    """A GradScaler asks for the gradients of an optimizer whose model is gone."""
+    model, optimizer = make("sgd")
+    held, scaler = list(model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0)
+    before = torch.cat([p.detach().flatten() for p in held])
+    scaler.scale(loss_of(model(batch(0)))).backward()
+    algorithm = weakref.ref(model.comm_algorithm)
+    del model
+    gc.collect()
+    scaler.step(optimizer)
+    after = torch.cat([p.detach().flatten() for p in held])
+    assert algorithm() is None
+    assert is_same_everywhere(after) and (before != after).any()
+
+
 # Ranks that differ.
 
 
@@ -362,7 +396,7 @@ def test_edits_of_groups() -> None:
                 group["params"] = kept
             optimizer.step()
             optimizer.zero_grad()
-        ends.append(values_of(model))
+        ends.append(flat_of(model))
     assert torch.equal(*ends)
     group["params"] = group["params"][1:]
     with pytest.warns(UserWarning, match=r"an edit is undone: group"):

@@ -1,9 +1,10 @@
-"""Parameters of a sharded optimizer are complete when they are read, and saved and loaded as without shards."""
+"""Parameters of a sharded optimizer are complete when they are read, by compiled code and after errors too."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from beside import flat_of, is_same_everywhere, seeded
 from in_ci import only
 from models import Mlp, loss_of
-from oracle import WIDTH, batch, equal_on_all_ranks, in_a_child, late_rank, make, plain
-from rank_pool import RankPool, on_ranks
+from oracle import WIDTH, batch, in_a_child, late_rank, make, plain, said_by
+from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from ddp_compile import ReductionError
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
-
-Ranks = Callable[[int], RankPool]
-
 
 # Reading.
 
@@ -34,6 +34,7 @@ READERS: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "operator": lambda model, held: torch.ops.aten.mul(held[0], 2.0).detach(),
     "in place": lambda model, held: held[2].data.add_(0.0),
     "state_dict": lambda model, held: torch.cat([v.flatten() for v in model.state_dict().values()]),
+    "pickle": lambda model, held: flat_of(pickle.loads(pickle.dumps(model))),
     "copy": lambda model, held: torch.cat([p.detach().flatten() for p in copy.deepcopy(model).parameters()]),
     "average": lambda model, held: torch.cat([p.detach().flatten() for p in averaged(model).parameters()]),
     "submodule": lambda model, held: model.layers[0](torch.ones(1, WIDTH)).detach(),
@@ -46,6 +47,7 @@ READERS: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "functional call, asked for anew": lambda model, held: functionally(dict(model.named_parameters()), "layers.0."),
     "without gradients": lambda model, held: evaluated(model),
     "in evaluation mode": lambda model, held: model.eval()(torch.ones(2, WIDTH)).detach(),
+    "after load_state_dict": lambda model, held: loaded(model),
 }
 #: No class is asked before these read a parameter that is held: `await_parameters` has to be called.
 UNSEEN: dict[str, Callable[[Any, list[Any]], Tensor]] = {
@@ -57,6 +59,11 @@ UNSEEN: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "traced": lambda model, held: torch.jit.trace(model.layers[0], torch.ones(1, WIDTH))(torch.ones(1, WIDTH)).detach(),
     "in a child": lambda model, held: torch.tensor(in_a_child(held[0].tolist)),
 }
+
+
+def loaded(model: nn.Module) -> Tensor:
+    model.load_state_dict(seeded(lambda: Mlp(WIDTH, 4)).state_dict())
+    return flat_of(model)
 
 
 def averaged(model: nn.Module) -> nn.Module:
@@ -99,35 +106,9 @@ def test_reads_after_a_step_are_complete(way: str) -> None:
         values = read(model, held)
         assert all(type(p) is nn.Parameter for p in held), name
         optimizer.zero_grad()
-        if not equal_on_all_ranks(values):
+        if not is_same_everywhere(values):
             stale.append(name)
     assert stale == []
-
-
-@on_ranks(2)
-def test_documented_calls_wait() -> None:
-    model, optimizer = make()
-    calls: dict[str, Callable[[], Any]] = {
-        "zero_grad": model.zero_grad,
-        "parameters": lambda: list(model.parameters()),
-        "named_parameters": model.named_parameters,
-        "state_dict": model.state_dict,
-        "load_state_dict": lambda: model.load_state_dict(model.state_dict()),
-        "deepcopy": lambda: copy.deepcopy(model),
-        "pickle": lambda: pickle.dumps(model),
-        "await_parameters": model.await_parameters,
-        "optimizer.zero_grad": optimizer.zero_grad,
-        "optimizer.state_dict": optimizer.state_dict,
-    }
-    waiting = []
-    for step, (name, call) in enumerate(calls.items()):
-        plain(model, optimizer, step)
-        assert {bucket.is_gathering for bucket in model.comm_algorithm.sharding.buckets} == {True}
-        call()
-        states = {bucket.is_gathering for bucket in model.comm_algorithm.sharding.buckets}
-        waiting += [name] if states == {False} else []
-        model.await_parameters()
-    assert waiting == [name for name in calls if "zero_grad" not in name]
 
 
 @on_ranks(1)
@@ -203,12 +184,12 @@ def test_forward_waits_before_each_read(backend: str, split: str) -> None:
 
     sharding.await_parameters = noted
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        outputs = model(batch(3))
-    loss_of(outputs).backward()
+        loss_of(model(batch(3))).backward()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     found = [event.name for event in events if event.name.startswith(("left ", "aten::addmm", "aten::mm"))]
     num_buckets = len(model.bucket_plan.buckets)
     assert num_buckets > 2
+    assert {f"ddp_compile::bucket_0_{what}" for what in ("wait", "gather_wait")} <= {event.name for event in events}
     expected = [name for left in range(num_buckets - 1, -1, -1) for name in (f"left {left}", "mm")]
     assert [name if name.startswith("left ") else "mm" for name in found][: 2 * num_buckets] == expected
 
@@ -223,6 +204,106 @@ def test_profiler_does_not_see_messages() -> None:
         plain(model, optimizer, 1)
     plain(model, optimizer, 2)  # waits for what the profiler would have seen
     assert not [event.name for event in profile.events() if "send" in event.name or "recv" in event.name]
+
+
+# Compiled code, forwards that fail, errors, and forked processes.
+
+
+@pytest.mark.parametrize("way", ["before", "after", "within"])
+@on_ranks(2)
+def test_compiled_code_reads_complete_parameters(way: str) -> None:
+    """A layer that is compiled before the first step or after it, and a training step that is compiled as a whole."""
+    torch._dynamo.reset()
+    model, optimizer = make()
+    num_graphs, ones = 0, torch.ones(1, WIDTH)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph
+
+    layer = torch.compile(model.layers[0], backend=backend)
+    if way == "before":
+        layer(ones)
+    seen = []
+
+    def train(x: Tensor) -> None:
+        loss_of(model(x)).backward()
+        with late_rank():
+            optimizer.step()
+        optimizer.zero_grad()
+        seen.append((model.layers[0] if way == "within" else layer)(ones).detach())
+
+    for step in range(4):
+        (torch.compile(train, backend=backend) if way == "within" else train)(batch(step))
+    assert is_same_everywhere(torch.cat(seen))
+    assert num_graphs <= 1 or way == "within"  # nothing is traced again for a parameter's other class
+
+
+class Shifted(Mlp):
+    """With a buffer, that is broadcast before a forward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+
+@on_ranks(2)
+def test_reads_after_an_early_failure() -> None:
+    """Of a forward that fails before it has read any parameter."""
+    model, optimizer = make(module=Shifted(), backend="aot_eager")
+    for step in range(2):
+        plain(model, optimizer, step)
+    loss_of(model(batch(2))).backward()
+    with late_rank():
+        optimizer.step()
+    under_way = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal under_way
+        under_way = sum(bucket.is_gathering for bucket in model.comm_algorithm.sharding.buckets)
+        raise ValueError
+
+    model._register_buffer_comm_hook(None, fail, "PRE_FORWARD")
+    with pytest.raises(ValueError):
+        model(batch(3))
+    assert under_way > 0
+    assert is_same_everywhere(flat_of(model))
+
+
+def read_after_a_failure(stance: str) -> list[str]:
+    with torch.compiler.set_stance(stance):
+        model, optimizer = make()
+        for step in range(2):
+            loss_of(model(batch(step))).backward()
+            if step and dist.get_rank() == 1:
+                time.sleep(0.5)  # or the other one's step would find the connection closed
+                return []
+            optimizer.step()
+            optimizer.zero_grad()
+        said = [said_by(lambda: model(batch(2)), ReductionError)]  # one graph, if compiled, during which nobody waits
+    nn.Linear(1, 1)(torch.ones(1))  # what has nothing to do with it is left alone
+    torch.vmap(torch.sin)(torch.ones(2))
+    return said + [said_by(model.state_dict, ReductionError) for _ in range(len(model.bucket_plan.buckets) + 2)]
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "default"])
+def test_parameters_that_never_came_stay_an_error(ranks: Ranks, stance: str) -> None:
+    said, nothing = ranks(2).run_expecting_failures(read_after_a_failure, stance, timeout_s=8.0)
+    assert nothing == []
+    assert all("gather of parameters after step 2 failed" in each for each in said)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_reads_in_a_forked_child_are_refused() -> None:
+    model, optimizer = make()
+    held = next(model.parameters())
+    plain(model, optimizer, 0)
+    for text in in_a_child(lambda: [said_by(held.sum), said_by(model.state_dict), said_by(model.await_parameters)]):
+        assert f"ReplicationError: rank {dist.get_rank()}: a parameter is read in a process that was forked" in text
+        assert "Call model.await_parameters() before the fork" in text
+    assert is_same_everywhere(held.detach().flatten())
 
 
 # What it keeps, and in which precision.
