@@ -156,11 +156,6 @@ def test_needs_are_where_the_forward_waits() -> None:
     assert costs.needed_s == pytest.approx([0.001, 0.003, 0.003 + 0.014 * 3 / 4])
 
 
-def test_needs_of_the_backward() -> None:
-    costs = costs_with_gathers((1, 8000, -0.010, 0.0, 0.0), (0, 4000, -0.008, 0.030, 0.031))
-    assert costs.needed_s == pytest.approx([0.0, 0.020, 0.020])
-
-
 def test_all_reduce_of_a_sharded_optimizer() -> None:
     """A reduction and a gather together; gathers here take twice as long as reductions."""
 
