@@ -41,6 +41,21 @@ def test_seal_of_another_rank() -> None:
     assert members(builder.add_frame([1, 2])) == [[0, 1], [3, 2]]
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_frames_are_numbered_as_in_the_plan(seed: int) -> None:
+    rng = random.Random(seed)
+    specs = random_gradients(seed, rng.randint(1, 60))
+    builder = PlanBuilder(specs, [rng.randint(1, 10_000) for _ in range(rng.randint(1, 3))])
+    for number in range(10):
+        if number == seed:
+            builder.lay_out_as("ddp", {i: rng.randint(0, 3) for i in range(0, len(specs), 2)})
+        shown = rng.sample(range(len(specs)), rng.randint(0, len(specs) // rng.randint(1, 4)))
+        found, plan = builder.add_frame(shown), builder.propose()
+        assert found == [b for b in plan.buckets if {g.index for g in b.gradients} & set(shown)]
+        assert sorted(plan.bucket_of_parameter) == list(range(len(specs)))
+        assert {b.layout for b in plan.buckets} == {"ddp" if number >= seed else "padded"}
+
+
 def test_frames_pack_only_new_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = []
 
