@@ -81,7 +81,7 @@ def installed(wheel: Path, folder: Path) -> Path:
     return site
 
 
-def status_of_kernels(site: Path) -> str:
+def print_status_of_kernels(site: Path) -> None:
     """What `kernels.status()` says of a CPU for the package in a folder; no other copy may be found."""
     sys.path.insert(0, str(site))
     import ddp_compile
@@ -92,11 +92,7 @@ def status_of_kernels(site: Path) -> str:
     kernels.flatten_scale([torch.ones(2), torch.ones(1)], flat, 0.5)
     assert flat.tolist() == [0.5] * 3
     of_cpu, _ = kernels.status()
-    return of_cpu.implementation
-
-
-def print_status_of_kernels(site: Path) -> None:
-    print(status_of_kernels(site))
+    print(of_cpu.implementation)
 
 
 @pytest.mark.long

@@ -104,11 +104,18 @@ def chosen_attention(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "region"), [(without_gradients, "_set_grad_enabled"), (chosen_attention, "_sdpa_kernel")]
+    ("function", "opened", "closed"),
+    [
+        (without_gradients, ("_set_grad_enabled", 0), ("_set_grad_enabled", 1)),
+        (lambda x: torch.vmap(lambda row: 2 * row)(x), ("_vmap_increment_nesting", 0), ("_vmap_decrement_nesting", 0)),
+        (chosen_attention, ("_sdpa_kernel", 0), ("_sdpa_kernel", 1)),
+    ],
 )
-def test_regions_stay_whole(function: Callable[[Tensor], Tensor], region: str) -> None:
+def test_regions_stay_whole(
+    function: Callable[[Tensor], Tensor], opened: tuple[str, int], closed: tuple[str, int]
+) -> None:
     gm, _ = capture(function, torch.ones(1, 3, 4, requires_grad=function is without_gradients))
-    first, last = find(gm, region, 0), find(gm, region, 1)
+    first, last = find(gm, *opened), find(gm, *closed)
     assert set(range(first + 1, last + 1)) <= held_at(gm)
     if function is not chosen_attention:  # which scaled_dot_product_attention itself holds up to its end
         assert free_between(gm, first, last + 1) == [first, last + 1]

@@ -143,31 +143,3 @@ def test_rehearsal_on_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyP
     record = json.loads((tmp_path / "training_tests.json").read_text())
     assert done.returncode == 0, done.stdout
     assert record["outcome"].startswith("passed") and record["figures"]["passed"] == 9
-
-
-def print_row(file: Path) -> int:
-    status: int = program("gpu_parts").main("gpu-check", "", program("gpu_check").parts, ["--row", str(file)])
-    return status
-
-
-def test_row_of_a_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "gpu_tests.json"
-    record = {
-        "part": "gpu-tests",
-        "outcome": "passed in 70 s",
-        "device": "NVIDIA H100",
-        "commit": "abc",
-        "date": "2026-11-28",
-    }
-    record |= {"versions": {"torch": "2.11.0"}, "figures": {"passed": 31, "skipped": 2}}  # type: ignore[dict-item]
-    file.write_text(json.dumps(record))
-    assert print_row(file) == 0
-    assert capsys.readouterr().out == "| NVIDIA H100, gpu-tests | 2.11.0 | 31 | 0 | 2 | 2026-11-28, abc |\n"
-    for figures in (None, [{"time": 1}], {"first_call_s": [0.1]}):  # of parts without tests
-        file.write_text(json.dumps({**record, "figures": figures}))
-        assert print_row(file) == 0
-        assert "| 2.11.0 | passed in 70 s |  |  | 2026-11-28, abc |" in capsys.readouterr().out
-    file.write_text('{"part": "times"}')
-    with pytest.raises(SystemExit):
-        print_row(file)
-    assert "not a file that gpu_check.py has written (KeyError('figures'))" in capsys.readouterr().err

@@ -50,6 +50,19 @@ def test_holders(take: object) -> None:
     assert views.are_free()
 
 
+def test_resized_buffer() -> None:
+    flat = torch.arange(40.0)
+    places = places_in(flat)
+    views = GradientViews(places)
+    kept = views.tensors[0]
+    while flat.data_ptr() == kept.data_ptr():
+        flat.untyped_storage().resize_(2 * flat.untyped_storage().nbytes())
+    views.follow()
+    assert kept is views.tensors[0] and torch.equal(kept, torch.arange(12.0).view(3, 4))
+    del kept
+    assert views.are_free()
+
+
 def test_without_dlpack(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(tensor: Tensor) -> object:
         raise BufferError(f"Cannot pack tensors on {tensor.device}")

@@ -236,35 +236,9 @@ def test_parts_that_stay_apart() -> None:
     assert not [name for name in torch_names(TREES["ddp_compile.plan.spec"]) if name.startswith("torch.distributed")]
 
 
-#: Names by which a source would know a kind of accelerator, or its streams.
-DEVICE_NAMES = ("torch.cuda", "torch.xpu", "torch.mps", "torch.accelerator", "torch.get_device_module", "torch.Stream")
-#: The kernels are of one kind of device. The benchmark stands in for a process group, and times one device.
-KNOW_DEVICES = ("ddp_compile.runtime.comm.streams", "ddp_compile.kernels", "ddp_compile.bench")
-
-
-def test_streams_are_known_in_one_file() -> None:
-    others = [module for module in TREES if not any(reaches({module}, layer) for layer in KNOW_DEVICES)]
-    found = {
-        module: [name for name in torch_names(TREES[module]) if any(reaches({name}, device) for device in DEVICE_NAMES)]
-        for module in others
-    }
-    methods = {"record_stream", "wait_stream", "wait_event", "record_event", "current_stream"}
-    for module in others:
-        attributes = {node.attr for node in ast.walk(TREES[module]) if isinstance(node, ast.Attribute)}
-        found[module] += sorted(attributes & (methods | {"is_cuda"}))
-    assert {module: names for module, names in found.items() if names} == {}
-
-
 @pytest.mark.parametrize("module", sorted(set(TREES) - set(below(INTERNALS)) - PRIVATE_BY_PURPOSE))
 def test_private_torch_names_live_in_one_folder(module: str) -> None:
     assert private_torch_names(TREES[module]) == set()
-
-
-def test_every_allowed_private_name_is_still_used() -> None:
-    used = {name for module, tree in TREES.items() if module not in below(INTERNALS) for name in torch_names(tree)}
-    assert {
-        name for name in ALLOWED_PRIVATE_NAMES if not any(u == name or u.startswith(f"{name}.") for u in used)
-    } == set()
 
 
 def writes_of_grad(tree: ast.Module) -> int:

@@ -107,14 +107,6 @@ def test_fastest_plan_beats_capacities(is_sharded: bool, mixed: bool) -> None:
             assert step_s <= slack * predict(plan_buckets(specs, cap_bytes), costs).step_s
 
 
-def test_fastest_plan_of_two_parts() -> None:
-    """The boundary is where the dtype changes, and no other one pays."""
-    specs = [replace(g, dtype="bfloat16") if g.index < 2 else g for g in gradients(100, 100, 100, 100)]
-    costs = Costs(reduce=Collective(latency_s=1e-3, s_per_byte=1e-9), ready_s=[1.0, 1.0, 0.5, 0.5])
-    plan = fastest_plan(specs, costs)
-    assert [[g.index for g in bucket.gradients] for bucket in plan.buckets] == [[3, 2], [1, 0]]
-
-
 # Bad input.
 
 
