@@ -15,7 +15,7 @@ import torch
 from process_copies import run_in_copy
 
 ROOT = Path(__file__).resolve().parents[2]
-# From a quarter of a second to several.
+# From a quarter of a second to several; and frameworks, which only their integrations import.
 SLOW_TO_IMPORT = (
     "torch._dynamo",
     "torch._inductor",
@@ -29,6 +29,7 @@ SLOW_TO_IMPORT = (
     "numpy",
     "tqdm",
     "matplotlib",
+    *("accelerate", "lightning", "peft", "transformers"),
 )
 NO_COMPILER = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
 
