@@ -100,6 +100,21 @@ def test_every_allowed_cut_computes_the_same(name: str) -> None:
     assert str(gm.graph) == before
 
 
+def test_numbers_are_copied() -> None:
+    def function(call: Any, x: Any) -> Any:
+        size, dtype = x.size(0), call(getattr, x, "dtype")
+        return size, torch.mul(torch.sin(x), size).to(dtype=dtype)
+
+    gm, _ = record(function)
+    stitched = partition_graph(gm, [find(gm, "mul")])
+    first, second = partitions_of(stitched)
+    assert names(first.graph.output_node().all_input_nodes) == ["sin"]
+    assert names(second.graph.find_nodes(op="placeholder")) == ["sin"]
+    mul, to = (node for node in second.graph.nodes if node.op.startswith("call"))
+    assert mul.args[1] == 4 and to.kwargs == {"dtype": torch.float32}
+    assert stitched.graph.output_node().args[0][0] == 4
+
+
 def test_attributes_go_to_each_partition() -> None:
     build = GraphBuilder()
     x, weight = build.input("x"), build.parameter(0, "weight", get_attr=True)
