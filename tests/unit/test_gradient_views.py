@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ddp_compile.runtime.buckets.gradient_views import GradientViews
 
@@ -47,6 +48,27 @@ def test_holders(take: object) -> None:
     nothing: list[Tensor | None] = [None] * len(views.tensors)
     assert not views.are_free() and not views.make_free(nothing)
     del held
+    assert views.are_free()
+
+
+def test_held_gradient() -> None:
+    views = GradientViews(places_in(torch.zeros(40)))
+    parameter = Parameter(torch.zeros(3, 4))
+    parameter.grad = held = views.tensors[0]
+    assert views.make_free([parameter.grad, *[None] * 5])
+    parameter.grad = None
+    assert not views.make_free([None] * 6)
+    assert held is views.tensors[0]
+
+
+def test_gradient_with_other_memory() -> None:
+    flat = torch.zeros(40)
+    views = GradientViews(places_in(flat))
+    parameter = Parameter(torch.zeros(3, 4))
+    parameter.grad = views.tensors[0]
+    parameter.grad.data = torch.ones(3, 4)
+    assert views.make_free([parameter.grad, *[None] * 5])
+    assert views.tensors[0] is not parameter.grad and views.tensors[0].data_ptr() == flat.data_ptr()
     assert views.are_free()
 
 
