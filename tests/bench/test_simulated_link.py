@@ -1,10 +1,8 @@
-"""The simulated link: how long a transfer takes, when it is hidden, its results, and the code that can use it."""
+"""The simulated link: how long a transfer takes, and its results. When it is hidden: `test_measured_link`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +18,8 @@ from simulated_groups import (
     shortest_s,
     simulated_group,
 )
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from ddp_compile import ddp_compile
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group, set_link_model
 from ddp_compile.runtime.sharded.transfers import REDUCTION_TAG
 
@@ -37,7 +33,6 @@ SHARD = PAYLOAD_BYTES // 4 // WORLD_SIZE
         (lambda: LinkModel(world_size=1, alpha_s=0.0, bytes_per_second=1.0), "world_size=1 must be .* at least 2"),
         (lambda: LinkModel.from_rate(1e9, world_size=2.5), "world_size=2.5 must be an integer"),  # type: ignore[arg-type]
         (lambda: LinkModel(world_size=2, alpha_s=-1.0, bytes_per_second=1.0), "alpha_s=-1.0 must be at least 0"),
-        (lambda: LinkModel(world_size=2, alpha_s=float("nan"), bytes_per_second=1.0), "alpha_s=nan must be"),
         (lambda: LinkModel(world_size=2, alpha_s=0.0, bytes_per_second=0.0), "bytes_per_second=0.0 must be positive"),
         (lambda: LinkModel.from_rate(float("inf"), world_size=2), "bits_per_second=inf must be positive and finite"),
         (lambda: init_simulated_process_group(FAST, torch.device("meta")), "device=meta must be a CPU or a CUDA"),
@@ -62,8 +57,6 @@ def test_bad_input_is_refused_by_name(make: Callable[[], Any], message: str) -> 
         (lambda t: dist.reduce_scatter_tensor(torch.empty(SHARD), t), 0.025),
         (lambda t: dist.all_gather_into_tensor(t, t[:SHARD]), 0.025),
         (lambda t: dist.all_gather_into_tensor(t, t[:SHARD], group=dist.new_group()), 0.025),
-        (lambda t: dist.all_to_all_single(torch.empty_like(t), t), 0.025),
-        (lambda t: dist.send(t, 1), 0.030),
         (lambda t: [work.wait() for work in (dist.irecv(torch.empty_like(t), 1), dist.isend(t, 1))], 0.030),
         (lambda t: [work.wait() for work in [dist.all_reduce(t, async_op=True) for _ in range(2)]], 2 * SLOW_S),
     ],
@@ -125,22 +118,6 @@ def test_shards_are_sums_and_what_would_come_from_others_is_left_alone() -> None
     assert torch.equal(whole, torch.cat([WORLD_SIZE * torch.arange(2.0), torch.arange(2.0, 8.0)]))
 
 
-def test_results_come_with_the_wait_in_any_order() -> None:
-    first, second = payload(), 2 * payload()
-    seen = []
-    with simulated_group(SLOW):
-        works = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second)]
-        assert torch.equal(first, payload())
-        called_back = works[0].get_future().then(lambda future: seen.append(future.value()[0][0].item()))
-        works[1].wait()
-        assert torch.equal(second, payload() * 2 * WORLD_SIZE)
-        assert torch.equal(first, payload() * WORLD_SIZE)
-        assert shortest_s(works[0].wait) < SLOW_S / 4
-        called_back.wait()
-        first.zero_()
-    assert seen == [WORLD_SIZE] and not first.any()  # nothing writes after the wait
-
-
 def test_a_transfer_that_fails_raises_where_it_is_waited_for() -> None:
     with simulated_group(FAST):
         work = dist.all_reduce(torch.ones(1).expand(4), async_op=True)
@@ -153,8 +130,6 @@ def test_a_transfer_that_fails_raises_where_it_is_waited_for() -> None:
     ("call", "error", "message"),
     [
         (lambda t: dist.reduce(t, 0), NotImplementedError, "reduce is not simulated"),
-        (lambda t: dist.reduce_scatter(t, [t] * WORLD_SIZE), NotImplementedError, "reduce_scatter is not simulated"),
-        (lambda t: dist.all_to_all([t] * WORLD_SIZE, [t] * WORLD_SIZE), NotImplementedError, "alltoall is not"),
         (lambda t: dist.new_group([0, 1]), NotImplementedError, "new_group of 2 ranks is not simulated"),
         (lambda t: dist.all_reduce(t, op=dist.ReduceOp.PRODUCT), NotImplementedError, "PRODUCT is not simulated"),
         (lambda t: dist.all_reduce(t.to_sparse()), NotImplementedError, "sparse_coo tensor is not simulated"),
@@ -164,55 +139,3 @@ def test_a_transfer_that_fails_raises_where_it_is_waited_for() -> None:
 def test_what_is_not_simulated_says_so(call: Callable[[Tensor], Any], error: type[Exception], message: str) -> None:
     with simulated_group(FAST), pytest.raises(error, match=message):
         call(payload())
-
-
-# Who can use it
-
-
-@torch.library.custom_op("simulated_link_tests::sleep", mutates_args=())
-def sleep(x: Tensor, seconds: float) -> Tensor:
-    """Identity that takes its time, without a core; so does its backward."""
-    time.sleep(seconds)
-    return x.clone()
-
-
-sleep.register_fake(lambda x, seconds: torch.empty_like(x))
-sleep.register_autograd(
-    lambda ctx, gradient: (sleep(gradient, ctx.seconds), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "seconds", inputs[1]),
-)
-
-
-class Sleep(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return sleep(x, 0.030)
-
-
-@pytest.mark.parametrize(
-    "replicate",
-    [
-        partial(DistributedDataParallel, bucket_cap_mb=0.01, gradient_as_bucket_view=True),
-        partial(ddp_compile, backend="eager", bucket_cap_mb=0.01, first_bucket_cap_mb=0.01),
-    ],
-    ids=["ddp", "ddp_compile"],
-)
-def test_buckets_travel_while_the_backward_goes_on(replicate: Callable[[nn.Module], nn.Module]) -> None:
-    num_layers, sleep_s, transfer_s = 4, 0.030, 0.025
-    width = 64
-    model = nn.Sequential(*(m for _ in range(num_layers) for m in (Sleep(), nn.Linear(width, width, bias=False))))
-    bytes_per_second = 4 * width * width * 1.5 / transfer_s
-    x = torch.randn(2, width)
-    backward_s = []
-    with simulated_group(FAST):
-        replicated = replicate(model)
-        for step in range(5):
-            loss = replicated(x).sum()
-            start = time.perf_counter()
-            loss.backward()
-            backward_s.append(time.perf_counter() - start)
-            if step == 1:  # by now the graph is compiled, and DistributedDataParallel has rebuilt its buckets
-                set_link_model(LinkModel(world_size=WORLD_SIZE, alpha_s=0.0, bytes_per_second=bytes_per_second))
-    # The input needs no gradient, so one layer fewer sleeps; nothing is left to hide the last bucket.
-    overlapped_s = (num_layers - 1) * sleep_s + transfer_s
-    serial_s = (num_layers - 1) * sleep_s + num_layers * transfer_s
-    assert overlapped_s <= min(backward_s[2:]) < (overlapped_s + serial_s) / 2

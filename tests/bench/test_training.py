@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-
 import bench_entries
 import pytest
 import torch
 from in_ci import only
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_compile import ddp_compile
 from ddp_compile.bench.implementations import IMPLEMENTATIONS, Implementation
-from ddp_compile.bench.profiling import live_bytes, peak_live_bytes
 from ddp_compile.bench.rank_process import bucket_bytes
 from ddp_compile.bench.settings import Case, WorkloadSettings
-from ddp_compile.bench.training import NUM_BATCHES, Training, make_optimizers, timed_steps
+from ddp_compile.bench.training import NUM_BATCHES, Training, make_optimizers
 from ddp_compile.bench.workloads import WORKLOADS, Workload, make_workload
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
@@ -43,39 +40,6 @@ def test_it_trains_as_a_bare_loop_does() -> None:
         optimizer.zero_grad()
     for ours, theirs in zip(workload.model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_records_add_up() -> None:
-    training = training_of(Workload(*bench_entries.tiny()), micro_batches=3)
-    records = timed_steps(training, 1, 20)
-    assert len(records) == 20 and training.num_steps == 21
-    assert all(min(record.forward_s, record.backward_s, record.optimizer_s) > 0 for record in records)
-    gaps = [record.step_s - record.forward_s - record.backward_s - record.optimizer_s for record in records]
-    # What was left out would be missing in every step; in most of them the processor may be elsewhere for a while.
-    assert 0 <= min(gaps) < 1e-4
-
-
-def test_peak_counts_what_is_live_at_once() -> None:
-    """4 MiB of parameters, as much of gradients, and activations of a known size that die in the backward."""
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(1024, 1024))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.weight).exp()
-
-    batch = torch.zeros(2048, 1024)  # 8 MiB
-    workload = Workload(Wide(), lambda _: (batch, batch), lambda output, _: output.mean())
-    training = training_of(workload)
-    training.step()
-    parameters = list(workload.model.parameters())
-    gc.collect()
-    elsewhere = live_bytes(()) - batch.nbytes - parameters[0].nbytes  # what other tests have left
-    peak = (peak_live_bytes(training, parameters) - elsewhere) / 2**20
-    # Parameters 4, batch 8, the result of exp that the backward needs 8, its gradient 8 and the one before it 8.
-    assert peak == pytest.approx(4 + 8 + 8 + 8 + 8, abs=2)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -25,35 +25,6 @@ class Reverse(torch.autograd.Function):
         return -grad.clamp(-0.01, 0.01)
 
 
-class TwoViews(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x * 2
-        return y, y.transpose(0, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, other: Tensor) -> Tensor:
-        return 2 * grad.clamp(-0.02, 0.02) + 2 * other.transpose(0, -1)
-
-
-class Signed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        sign = x.sign()
-        ctx.mark_non_differentiable(sign)
-        return x.view_as(x), sign
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
-        return 3 * grad
-
-
-def hooked(x: Tensor) -> Tensor:
-    y = torch.tanh(x)
-    y.register_hook(lambda grad: grad * 2)
-    return y
-
-
 #: Views, and functions that return their argument unchanged, of tensors with at least one dimension.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda v: v[:],
@@ -98,11 +69,8 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "checkpointed_identity": lambda v: checkpoint(lambda z: z, v, use_reentrant=False),
     "checkpointed_view": lambda v: checkpoint(lambda z: z.transpose(0, -1), v, use_reentrant=False),
     "clone": lambda v: v.clone(),
-    "hooked": lambda v: hooked(v) if v.requires_grad and torch.is_grad_enabled() else v,
     "reverse": Reverse.apply,
-    "signed": lambda v: Signed.apply(v)[1],
     "sine": torch.sin,
-    "two_views": lambda v: TwoViews.apply(v)[1],
 }
 
 OPERATIONS = {**VIEWS, **OTHERS}

@@ -53,33 +53,19 @@ class CountsCalls(custom_graph_pass.CustomGraphPass):
         return self.name
 
 
-takes_several_passes = pytest.mark.skipif(
+@pytest.mark.skipif(
     not hasattr(custom_graph_pass, "get_custom_graph_passes"), reason="inductor takes several passes since torch 2.13"
 )
-
-
-def passes_of(theirs: Any, key: str) -> list[Any]:
-    ours = backward_compile._with_cache_key(theirs, key)
-    with inductor_config.patch(post_grad_custom_post_pass=ours):
-        return list(custom_graph_pass.get_custom_graph_passes(inductor_config.post_grad_custom_post_pass))
-
-
-@takes_several_passes
 def test_user_pass_beside_cache_key() -> None:
     theirs = CountsCalls("theirs")
-    for present in (theirs, [theirs]):
-        passes = passes_of(present, "ours")
+    for present, uuids in ((None, ["ours"]), (theirs, ["theirs", "ours"]), ([theirs], ["theirs", "ours"])):
+        both = backward_compile._with_cache_key(present, "ours")
+        with inductor_config.patch(post_grad_custom_post_pass=both):
+            passes = custom_graph_pass.get_custom_graph_passes(inductor_config.post_grad_custom_post_pass)
         for each in passes:
             each(fx.Graph())
-        assert [each.uuid() for each in passes] == ["theirs", "ours"]
+        assert [each.uuid() for each in passes] == uuids
     assert theirs.num_calls == 2
-
-
-@takes_several_passes
-def test_cache_key_alone() -> None:
-    (only,) = passes_of(None, "ours")
-    only(fx.Graph())
-    assert only.uuid() == "ours"
 
 
 def test_cache_key_on_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ The setting for that came after torch 2.13. So a setting that does not affect th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -64,13 +63,6 @@ def test_setting_reaches_each_graph(
     for _ in range(2):
         train(split)
     assert values(seen, setting) == {False: {False}, True: {False}}
-
-
-def test_setting_reaches_compile_fx(seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamo, "_KEEP_ORDER", {STAND_IN: False})
-    inner = compile_fx.compile_fx_inner
-    train("backward", backend=functools.partial(compile_fx.compile_fx, inner_compile=inner))
-    assert values(seen, STAND_IN)[True] == {False}
 
 
 @pytest.mark.parametrize("way", ["options", "process"])

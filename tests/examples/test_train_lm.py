@@ -94,15 +94,6 @@ def test_resumes_exactly(whole: Path, tmp_path: Path) -> None:
 def test_sharded_muon_trains_and_resumes(tmp_path: Path) -> None:
     muon = [*RUN, "--optimizer", "muon"]
     run_ranks(tmp_path / "whole", *muon, "--sharded", "--checkpoint", tmp_path / "step{step}.pt")
-    saved = torch.load(tmp_path / "step3.pt", weights_only=True)
-    of_adamw, of_muon = (list(state["state"].values()) for state in saved["optimizers"])
-    assert sorted(tuple(state["momentum_buffer"].shape) for state in of_muon) == [
-        (32, 32),
-        (32, 128),
-        (96, 32),
-        (128, 32),
-    ]
-    assert all("exp_avg" in state for state in of_adamw)
     straight = read_losses(tmp_path / "whole")
     assert straight["losses"][-1] < straight["losses"][0]
     for name, options in (("sharded", ["--sharded"]), ("unsharded", [])):

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,72 +51,6 @@ class Run(NamedTuple):
         return merged
 
 
-class _Processes:
-    """The processes of one run."""
-
-    def __init__(self, folder: Path, way: str, shares_store: bool = False) -> None:
-        (folder / "checkpoints").mkdir(exist_ok=True)
-        self.folder = folder
-        self.left_behind: list[str] = []
-        self._way = way
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._mark = uuid.uuid4().hex
-        # The store that torchrun shares with its ranks keeps their addresses over a restart, so that gloo may connect
-        # to a process that is gone (torch 2.13; pytorch/pytorch#135712).
-        self._environment = {**os.environ, _MARK: self._mark, "OMP_NUM_THREADS": "1"}
-        self._environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares_store))}
-        self._environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-    def start(
-        self,
-        launcher: list[str],
-        fault: str | None,
-        at: str = "backward",
-        is_isolated: bool = False,
-    ) -> subprocess.Popen[bytes]:
-        """Start torchrun with these arguments, on a network of its own if it is isolated."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *launcher, str(TRAINEE)]
-        command += ["--folder", str(self.folder), "--way", self._way]
-        command += [] if fault is None else ["--fault", fault, "--at", at]
-        if is_isolated:
-            inside = f"ip link set lo up && exec {shlex.join(command)}"
-            command = ["unshare", "--net", "sh", "-c", inside]
-        with (self.folder / "output").open("a") as output:
-            process = subprocess.Popen(command, env=self._environment, stdout=output, stderr=output)
-        self._started.append(process)
-        return process
-
-    def wait_for(self, file: str) -> None:
-        """Wait until a rank has made this file."""
-        deadline = time.monotonic() + 60
-        while not (self.folder / file).exists():
-            assert time.monotonic() < deadline, f"no rank has made {file}: {(self.folder / 'output').read_text()}"
-            time.sleep(0.05)
-
-    def end(self) -> None:
-        """Kill what has not ended by itself, and note it."""
-        for process in self._started:
-            process.kill()
-            process.wait()
-        left = _processes_of(self._mark)
-        self.left_behind = [" ".join(each.cmdline()) for each in left]
-        for each in left:
-            each.kill()
-
-    def run(self, exit_code: int, seconds: float) -> Run:
-        lives = [_lives(self.folder / f"losses.rank{rank}") for rank in range(2)]
-        return Run(exit_code, seconds, (self.folder / "output").read_text(), lives, self.left_behind)
-
-
-@contextmanager
-def _processes(folder: Path, way: str, shares_store: bool = False) -> Iterator[_Processes]:
-    processes = _Processes(folder, way, shares_store)
-    try:
-        yield processes
-    finally:
-        processes.end()
-
-
 def train(
     folder: Path,
     way: str,
@@ -136,17 +68,44 @@ def train(
         ctrl_c: Whether torchrun is interrupted as soon as the faulty rank waits for that.
         shares_store: Whether the ranks use the store of torchrun's process, instead of one in rank 0's.
     """
-    launcher = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    with _processes(folder, way, shares_store) as processes:
-        began = time.monotonic()
-        process = processes.start(launcher, fault, at, is_isolated=is_isolated)
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    launcher = ["--monitor-interval", "0.1", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(TRAINEE), "--folder", str(folder)]
+    command += ["--way", way, *([] if fault is None else ["--fault", fault, "--at", at])]
+    if is_isolated:
+        command = ["unshare", "--net", "sh", "-c", f"ip link set lo up && exec {shlex.join(command)}"]
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, _MARK: mark, "OMP_NUM_THREADS": "1"}
+    # The store that torchrun shares with its ranks keeps their addresses over a restart, so that gloo may connect
+    # to a process that is gone (torch 2.13; pytorch/pytorch#135712).
+    environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares_store))}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    began = time.monotonic()
+    with (folder / "output").open("a") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
         if ctrl_c:
-            processes.wait_for("struck")
+            _wait_for(folder / "struck", folder / "output")
             began = time.monotonic()
             process.send_signal(signal.SIGINT)
         exit_code = process.wait(120)
         seconds = time.monotonic() - began
-    return processes.run(exit_code, seconds)
+    finally:
+        process.kill()
+        process.wait()
+        left = _processes_of(mark)
+        left_behind = [" ".join(each.cmdline()) for each in left]
+        for each in left:
+            each.kill()
+    lives = [_lives(folder / f"losses.rank{rank}") for rank in range(2)]
+    return Run(exit_code, seconds, (folder / "output").read_text(), lives, left_behind)
+
+
+def _wait_for(file: Path, output: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, f"no rank has made {file.name}: {output.read_text()}"
+        time.sleep(0.05)
 
 
 def is_complete(run: Run) -> bool:

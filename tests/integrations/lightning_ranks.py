@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import lightning
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
@@ -281,16 +282,16 @@ class Kept(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
 
 
-def logged_communication() -> tuple[list[dict[str, float]], bool, str]:
-    """What two epochs log with accumulation; whether the callback let go of the model; how "ddp" is refused."""
+def log_communication(_folder: Path) -> None:
+    """Each of two epochs' steps is logged, with accumulation; the callback lets go of the model, and refuses "ddp"."""
     kept, callback = Kept(), LogCommunication()
     settings: dict[str, Any] = {"logger": kept, "callbacks": [callback], "log_every_n_steps": 1}
     trained(Net, DDPCompileStrategy(**SMALL), accumulate_grad_batches=2, **settings)
-    try:
+    times = [each["communication/step_ms"] for each in kept.logged if "communication/exposed_ms" in each]
+    assert len(times) == 6 and all(time > 0 for time in times)  # 12 batches, two for each step
+    assert callback._model is None
+    with pytest.raises(ReplicationError, match=rf"rank {dist.get_rank()}.*strategy=DDPCompileStrategy\(\)"):
         trained(Net, DDPStrategy(), callbacks=[LogCommunication()])
-    except ReplicationError as error:
-        return kept.logged, callback._model is None, str(error)
-    raise AssertionError("another strategy was not refused")
 
 
 def is_plain(net: Net) -> bool:
@@ -304,8 +305,8 @@ def untraced(net: nn.Module) -> list[str]:
     return [name for name, value in own if type(value).__module__ == DDPCompileStrategy.__module__]
 
 
-def resume(folder: Path) -> tuple[bool, bool, float]:
-    """Whether two halves make the same as a run without a stop, and a checkpoint is that of a plain module."""
+def resume(folder: Path) -> None:
+    """Two halves make the same as a run without a stop, and a checkpoint is that of a plain module."""
     whole = trained(Net, DDPCompileStrategy(**SMALL), accumulate_grad_batches=2)
     torch.manual_seed(1)
     first, second = Net(), Net()
@@ -315,19 +316,19 @@ def resume(folder: Path) -> tuple[bool, bool, float]:
     going_on = make_trainer(DDPCompileStrategy(**SMALL), accumulate_grad_batches=2)
     going_on.fit(second, *loaders(), ckpt_path=folder / "half.ckpt")
     (validated,) = going_on.validate(second, loaders()[1], verbose=False)
-    states = zip(whole.state_dict().values(), second.state_dict().values(), strict=True)
-    is_equal = all(torch.equal(a, b) for a, b in states)
-    is_equal &= whole.noted["loss"] == [*first.noted["loss"], *second.noted["loss"]]
-    keys = torch.load(folder / "half.ckpt", weights_only=False)["state_dict"].keys()
-    return is_equal, keys == Net().state_dict().keys(), abs(validated["validation"] - whole.noted["validation"][-1])
+    torch.testing.assert_close(second.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    assert whole.noted["loss"] == [*first.noted["loss"], *second.noted["loss"]]
+    assert torch.load(folder / "half.ckpt", weights_only=False)["state_dict"].keys() == Net().state_dict().keys()
+    assert abs(validated["validation"] - whole.noted["validation"][-1]) < 1e-6
 
 
-def reduced_names(ignored: list[str]) -> list[str]:
-    return trained(Net, DDPCompileStrategy(**SMALL, parameters_to_ignore=ignored)).reduced
+def ignore_by_name(_folder: Path) -> None:
+    names = trained(Net, DDPCompileStrategy(**SMALL, parameters_to_ignore=["head.bias"])).reduced
+    assert "module.body.0.weight" in names and "module.head.bias" not in names
 
 
-def hooked() -> tuple[int, bool]:
-    """How often a wrapped comm hook was called, and whether training gave numbers."""
+def hooked(_folder: Path) -> None:
+    """A wrapped comm hook is called for every bucket, and training gives numbers."""
     calls: list[int] = []
 
     def hook(state: str, bucket: Any) -> Any:
@@ -340,7 +341,7 @@ def hooked() -> tuple[int, bool]:
 
     ours = {"ddp_comm_hook": hook, "ddp_comm_wrapper": wrap, "ddp_comm_state": "state, wrapped"}
     net = trained(Net, DDPCompileStrategy(backend="eager", **ours))
-    return len(calls), all(bool(torch.isfinite(p).all()) for p in net.parameters())
+    assert len(calls) == 12 and all(torch.isfinite(p).all() for p in net.parameters())
 
 
 def replicated_inside() -> Net:
@@ -401,29 +402,25 @@ def refused_otherwise() -> list[tuple[str, str]]:
     return wrong
 
 
-def errors_of_strategies() -> list[str]:
-    """Errors about arguments that are not taken, and about a Lightning that is too old."""
-    errors = []
-    for settings in ({"find_unused_parameter": True}, {"mixed_precision": torch.bfloat16}):
-        try:
-            DDPCompileStrategy(**settings)
-        except TypeError as error:
-            errors.append(str(error))
-    with mock.patch.object(lightning, "__version__", "2.4.0.post0"):
-        try:
-            DDPCompileStrategy()
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
+def make_wrong_strategies(_folder: Path) -> None:
+    """Arguments that are not taken, and a Lightning that is too old."""
+    with pytest.raises(TypeError, match=r"did you mean find_unused_parameters\?$"):
+        DDPCompileStrategy(find_unused_parameter=True)
+    with pytest.raises(TypeError, match=r"use torch\.autocast"):
+        DDPCompileStrategy(mixed_precision=torch.bfloat16)
+    said = r"needs Lightning 2\.5 or newer, but this is 2\.4\.0\.post0; run pip"
+    with mock.patch.object(lightning, "__version__", "2.4.0.post0"), pytest.raises(RuntimeError, match=said):
+        DDPCompileStrategy()
 
 
-def is_plain_after_an_error() -> bool:
+def raise_in_a_step(_folder: Path) -> None:
+    """The module is plain again."""
+
     class Fails(Net):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             raise ArithmeticError("on every rank")
 
     net = Fails()
-    with contextlib.suppress(ArithmeticError):
+    with pytest.raises(ArithmeticError):
         make_trainer(DDPCompileStrategy(**SMALL)).fit(net, *loaders())
-        return False
-    return is_plain(net)
+    assert is_plain(net)

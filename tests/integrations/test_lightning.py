@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,6 @@ from in_ci import only
 from rank_pool import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
-
-
-def test_import_leaves_lightning_out() -> None:
-    assert "ddp_compile.api" in sys.modules
-    assert not {"lightning", "ddp_compile.integrations.lightning"} & sys.modules.keys()
 
 
 AUTOMATIC = [
@@ -67,42 +61,17 @@ def test_mean_over_tokens_is_that_of_one_process(ranks: Ranks) -> None:
         assert ours == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_resumed_run_is_one_without_a_stop(ranks: Ranks, tmp_path: Path) -> None:
-    for is_equal, is_plain, difference in ranks(2).run(call, "lightning_ranks.resume", tmp_path):
-        assert is_equal and is_plain and difference < 1e-6
-
-
-def test_parameters_to_ignore_by_name(ranks: Ranks) -> None:
-    for names in ranks(2).run(call, "lightning_ranks.reduced_names", ["head.bias"]):
-        assert "module.body.0.weight" in names and "module.head.bias" not in names
-
-
-def test_comm_hook_of_the_strategy(ranks: Ranks) -> None:
-    for num_calls, is_finite in ranks(2).run(call, "lightning_ranks.hooked"):
-        assert num_calls == 12 and is_finite
-
-
-def test_communication_is_logged_each_step(ranks: Ranks) -> None:
-    for rank, (logged, has_let_go, error) in enumerate(ranks(2).run(call, "lightning_ranks.logged_communication")):
-        assert has_let_go
-        times = [each["communication/step_ms"] for each in logged if "communication/exposed_ms" in each]
-        assert len(times) == 6 and all(time > 0 for time in times)  # 12 batches, two for each step
-        assert f"rank {rank}" in error and "strategy=DDPCompileStrategy()" in error
+@pytest.mark.parametrize(
+    "program",
+    ["resume", "ignore_by_name", "hooked", "log_communication", "make_wrong_strategies", "raise_in_a_step"],
+)
+def test_other_programs(program: str, ranks: Ranks, tmp_path: Path) -> None:
+    """The name or docstring of each says what it asserts on both ranks."""
+    ranks(2).run(call, f"lightning_ranks.{program}", tmp_path)
 
 
 def test_refused_modules(ranks: Ranks) -> None:
     assert ranks(2).run(call, "lightning_ranks.refused_otherwise") == [[], []]
-
-
-def test_refused_arguments_and_versions(ranks: Ranks) -> None:
-    for misspelled, not_taken, too_old in ranks(2).run(call, "lightning_ranks.errors_of_strategies"):
-        assert misspelled.endswith("did you mean find_unused_parameters?")
-        assert "use torch.autocast" in not_taken
-        assert "needs Lightning 2.5 or newer, but this is 2.4.0.post0; run pip" in too_old
-
-
-def test_after_an_error_the_module_is_plain_again(ranks: Ranks) -> None:
-    assert ranks(2).run(call, "lightning_ranks.is_plain_after_an_error") == [True, True]
 
 
 @pytest.mark.parametrize("compiled", only([False], [False, True]))

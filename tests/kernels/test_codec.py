@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from kernel_values import DTYPES
-from torch import Tensor
+from torch import Tensor, ones
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -101,74 +102,40 @@ def test_add_rows_in_their_order(dtype: torch.dtype) -> None:
     assert torch.equal(out, (functools.reduce(torch.add, wide) * 0.7).to(dtype))
 
 
-@pytest.mark.parametrize(
-    ("rows", "out", "message"),
-    [
-        (torch.ones(4), torch.ones(4), r"rows have shape \(4,\).*shape \(rows, elements\)"),
-        (torch.ones(0, 4), torch.ones(4), "at least one row"),
-        (torch.ones(2, 3), torch.ones(4), r"out of shape \(4,\)"),
-        (torch.ones(2, 4), torch.ones(4).half(), "rows are of torch.float32 on cpu, out is of torch.float16"),
-        (torch.ones(2, 4).int(), torch.ones(4).int(), "one floating dtype"),
-        (memory := torch.ones(2, 4), memory[1], "out shares memory with rows"),
-    ],
-)
-def test_add_rows_refuses(rows: Tensor, out: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        add_rows(rows, out)
-    assert (out == 1).all()
-
-
-@pytest.mark.parametrize(
-    ("values", "num_chunks", "message"),
-    [
-        (torch.ones(2, 2), 1, r"values has shape \(2, 2\).*contiguous 1-d"),
-        (torch.ones(8)[::2], 1, r"values has shape \(4,\), strides \(2,\)"),
-        (torch.ones(4).double(), 1, "values is of torch.float64; float32, bfloat16 and float16 are supported"),
-        (torch.ones(4), 0, "num_chunks=0 must be at least 1"),
-    ],
-)
-def test_compress_refuses(values: Tensor, num_chunks: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        minmax_u8_compress(values, num_chunks)
-
-
-@pytest.mark.parametrize("skip_chunk", [-1, 2])
-def test_compress_refuses_wrong_skip_chunk(skip_chunk: int) -> None:
-    with pytest.raises(ValueError, match=f"skip_chunk={skip_chunk} must be one of the num_chunks=2 chunks"):
-        minmax_u8_compress(torch.ones(4), 2, skip_chunk=skip_chunk)
-
-
 ROWS = torch.zeros(1, 16, dtype=torch.uint8)
+MEMORY = ones(2, 4)
 
 
 @pytest.mark.parametrize(
-    ("rows", "out", "message"),
+    ("call", "message"),
     [
-        (torch.zeros(1, 16), torch.ones(4), "compressed is of torch.float32"),
-        (ROWS[0], torch.ones(4), r"compressed is of torch.uint8, shape \(16,\)"),
-        (ROWS, torch.ones(9), "1 rows of 16 bytes, but out with 9 elements needs.* 32"),
-        (ROWS, torch.ones(2, 2), "out has shape"),
-        (ROWS.to("meta"), torch.ones(2), "compressed is on meta but out is on cpu"),
+        (lambda out: add_rows(ones(4), out), r"rows have shape \(4,\).*shape \(rows, elements\)"),
+        (lambda out: add_rows(ones(0, 4), out), "at least one row"),
+        (lambda out: add_rows(ones(2, 3), out), r"out of shape \(4,\)"),
+        (lambda out: add_rows(ones(2, 4).half(), out), "rows are of torch.float16 on cpu, out is of torch.float32"),
+        (lambda _: add_rows(ones(2, 4).int(), ones(4).int()), "one floating dtype"),
+        (lambda _: add_rows(MEMORY, MEMORY[1]), "out shares memory with rows"),
+        (lambda _: minmax_u8_compress(ones(2, 2)), r"values has shape \(2, 2\).*contiguous 1-d"),
+        (lambda _: minmax_u8_compress(ones(8)[::2]), r"values has shape \(4,\), strides \(2,\)"),
+        (lambda _: minmax_u8_compress(ones(4).double()), "torch.float64; float32, bfloat16 and float16 are supported"),
+        (lambda _: minmax_u8_compress(ones(4), 0), "num_chunks=0 must be at least 1"),
+        (lambda _: minmax_u8_compress(ones(4), 2, skip_chunk=2), "skip_chunk=2 must be one of the num_chunks=2 chunks"),
+        (lambda out: minmax_u8_decompress(torch.zeros(1, 16), out), "compressed is of torch.float32"),
+        (lambda out: minmax_u8_decompress(ROWS[0], out), r"compressed is of torch.uint8, shape \(16,\)"),
+        (lambda _: minmax_u8_decompress(ROWS, ones(9)), "1 rows of 16 bytes, but out with 9 elements needs.* 32"),
+        (lambda _: minmax_u8_decompress(ROWS, ones(2, 2)), "out has shape"),
+        (lambda out: minmax_u8_decompress(ROWS.to("meta"), out), "compressed is on meta but out is on cpu"),
+        (lambda out: average_into(out, ones(3), ones(4), 2), "total has 3 elements.*x has 4"),
+        (lambda out: average_into(out, ones(4), ones(4).half(), 2), "copy has 4 elements of torch.float16"),
+        (lambda out: average_into(out, ones(4), ones(4), 0), r"count=0\.0 must be positive"),
+        (lambda out: average_into(out, out[:], ones(4), 2), "total shares memory with x"),
     ],
 )
-def test_decompress_refuses(rows: Tensor, out: Tensor, message: str) -> None:
-    before = out.clone()
+def test_refusals(call: Callable[[Tensor], object], message: str) -> None:
+    out = ones(4)
     with pytest.raises(ValueError, match=message):
-        minmax_u8_decompress(rows, out)
-    assert torch.equal(out, before)
-
-
-def test_average_into_refuses() -> None:
-    x = torch.ones(4)
-    for total, copy, count, message in (
-        (torch.ones(3), torch.ones(4), 2, "total has 3 elements.*x has 4"),
-        (torch.ones(4), torch.ones(4).half(), 2, "copy has 4 elements of torch.float16"),
-        (torch.ones(4), torch.ones(4), 0, r"count=0\.0 must be positive"),
-        (x[:], torch.ones(4), 2, "total shares memory with x"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            average_into(x, total, copy, count)
-    assert x.tolist() == [1, 1, 1, 1]
+        call(out)
+    assert (out == 1).all() and (MEMORY == 1).all()
 
 
 class NoneOnTheHost(TorchDispatchMode):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ddp_compile import kernels
 from ddp_compile.kernels import FlattenPlan
-from ddp_compile.kernels.native import library
 
 # Around the widths of all registers, around the four vectors of one turn.
 SIZES = [0, 1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 200, 9001]
@@ -22,14 +21,6 @@ SIZES = [0, 1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 200, 9001]
 def check_both_ways(tensors: list[Tensor], flat_dtype: torch.dtype, scale: float) -> None:
     flat = torch.full((sum(tensor.numel() for tensor in tensors) + 1,), 7.0, dtype=flat_dtype)
     check_moves(tensors, flat, None, scale)
-
-
-def test_unknown_instruction_set_is_refused() -> None:
-    core = library.load()
-    before = core.instruction_set()
-    with pytest.raises(ValueError, match=r"instruction set 'mmx' is not one of .*baseline"):
-        core.use_instruction_set("mmx")
-    assert core.instruction_set() == before
 
 
 @pytest.mark.parametrize("flat_dtype", DTYPES)

@@ -15,7 +15,7 @@ import torch
 from process_copies import run_in_copy
 
 ROOT = Path(__file__).resolve().parents[2]
-# From a quarter of a second to several.
+# From a quarter of a second to several; and frameworks, which only their integrations import.
 SLOW_TO_IMPORT = (
     "torch._dynamo",
     "torch._inductor",
@@ -29,6 +29,7 @@ SLOW_TO_IMPORT = (
     "numpy",
     "tqdm",
     "matplotlib",
+    *("accelerate", "lightning", "peft", "transformers"),
 )
 NO_COMPILER = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
 
@@ -81,7 +82,7 @@ def installed(wheel: Path, folder: Path) -> Path:
     return site
 
 
-def status_of_kernels(site: Path) -> str:
+def print_status_of_kernels(site: Path) -> None:
     """What `kernels.status()` says of a CPU for the package in a folder; no other copy may be found."""
     sys.path.insert(0, str(site))
     import ddp_compile
@@ -92,11 +93,7 @@ def status_of_kernels(site: Path) -> str:
     kernels.flatten_scale([torch.ones(2), torch.ones(1)], flat, 0.5)
     assert flat.tolist() == [0.5] * 3
     of_cpu, _ = kernels.status()
-    return of_cpu.implementation
-
-
-def print_status_of_kernels(site: Path) -> None:
-    print(status_of_kernels(site))
+    print(of_cpu.implementation)
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """Writes docs/feature_compatibility.md from the table in `ddp_compile.features.compatibility`.
 
-Run ``python tests/parity/write_features_page.py``; `tests/unit/test_feature_page.py` compares the page with the table.
+Run ``python tests/parity/write_features_page.py``; `tests/unit/test_docs.py` compares the page with the table.
 """
 
 from __future__ import annotations

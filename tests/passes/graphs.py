@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,19 @@ def find(gm: fx.GraphModule, name: str, which: int = 0) -> int:
         if node.op.startswith("call") and name in (node.target, getattr(node.target, "__name__", None))
     ]
     return positions[which]
+
+
+def names(nodes: Iterable[fx.Node]) -> list[str]:
+    return [node.name for node in nodes]
+
+
+def calls(gm: fx.GraphModule) -> list[str]:
+    """Names of the nodes that call something."""
+    return names(node for node in gm.graph.nodes if node.op.startswith("call"))
+
+
+def partitions_of(stitched: fx.GraphModule) -> list[fx.GraphModule]:
+    return [stitched.get_submodule(node.target) for node in stitched.graph.find_nodes(op="call_module")]
 
 
 class GraphBuilder:

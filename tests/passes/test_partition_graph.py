@@ -1,4 +1,4 @@
-"""Cutting a graph: together the partitions compute the same as the whole graph, wherever it is cut."""
+"""Cutting a graph: the partitions compute the same as the whole graph wherever it is cut; which values cross a cut."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import GraphBuilder, capture, find, record
+from graphs import GraphBuilder, calls, capture, context, find, names, partitions_of, record
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile.passes.analysis.cut_constraints import find_held_cuts
+from ddp_compile.passes.analysis.cut_constraints import find_held_cuts, mode_regions
+from ddp_compile.passes.analysis.views import ViewTrees
 from ddp_compile.passes.forward.partition_graph import partition_graph
+from ddp_compile.passes.forward.unpack_sizes import unpack_sizes_pass
 
 
 def allowed_cuts(gm: fx.GraphModule) -> list[int]:
@@ -23,24 +25,16 @@ def allowed_cuts(gm: fx.GraphModule) -> list[int]:
     return [at for at in range(calls[0] + 1, calls[-1] + 1) if at not in held]
 
 
-def partitions_of(stitched: fx.GraphModule) -> list[fx.GraphModule]:
-    return [stitched.get_submodule(node.target) for node in stitched.graph.find_nodes(op="call_module")]
-
-
-def names(nodes: Any) -> list[str]:
-    return [node.name for node in nodes]
-
-
-def calls(gm: fx.GraphModule) -> list[str]:
-    return [getattr(n.target, "__name__", n.target) for n in gm.graph.nodes if n.op.startswith("call")]
+def sizes_as_numbers(inputs: list[Any]) -> list[Any]:
+    """A captured graph has the symbols of its sizes among its inputs."""
+    return [value.node.hint if isinstance(value, torch.SymInt) else value for value in inputs]
 
 
 def assert_computes_the_same(gm: fx.GraphModule, stitched: fx.GraphModule, inputs: list[Any]) -> None:
     stitched.graph.lint()
     for partition in partitions_of(stitched):
         partition.graph.lint()
-    # A captured graph still has the symbols of its sizes among its inputs.
-    inputs = [value.node.hint if isinstance(value, torch.SymInt) else value for value in inputs]
+    inputs = sizes_as_numbers(inputs)
     torch.testing.assert_close(stitched(*inputs), gm(*inputs), rtol=0, atol=0)
 
 
@@ -106,38 +100,19 @@ def test_every_allowed_cut_computes_the_same(name: str) -> None:
     assert str(gm.graph) == before
 
 
-def kept(x: Any, unused: Any) -> Any:
-    h = torch.sin(x)
-    result = torch.tan(torch.cos(h))
-    return torch.exp(h), result
+def test_numbers_are_copied() -> None:
+    def function(call: Any, x: Any) -> Any:
+        size, dtype = x.size(0), call(getattr, x, "dtype")
+        return size, torch.mul(torch.sin(x), size).to(dtype=dtype)
 
-
-def with_sizes(call: Any, x: Any) -> Any:
-    size, dtype = x.size(0), call(getattr, x, "dtype")
-    return size, torch.mul(torch.sin(x), size).to(dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("function", "before", "given", "taken"),
-    # A partition returns exactly the values that are needed later; numbers are copied into the graphs that use them.
-    [(kept, "exp", ["sin", "tan"], ["sin"]), (with_sizes, "mul", ["sin"], ["sin"])],
-)
-def test_partition_inputs_and_outputs(
-    function: Callable[..., Any], before: str, given: list[str], taken: list[str]
-) -> None:
     gm, _ = record(function)
-    stitched = partition_graph(gm, [find(gm, before)])
+    stitched = partition_graph(gm, [find(gm, "mul")])
     first, second = partitions_of(stitched)
-    assert names(first.graph.output_node().all_input_nodes) == given
-    assert names(second.graph.find_nodes(op="placeholder")) == taken
-    # Inputs that nothing uses stay.
-    placeholders = names(gm.graph.find_nodes(op="placeholder"))
-    assert names(stitched.graph.find_nodes(op="placeholder")) == placeholders
-    assert_computes_the_same(gm, stitched, [torch.rand(4, 4) for _ in placeholders])
-    if function is with_sizes:
-        mul, to = (node for node in second.graph.nodes if node.op.startswith("call"))
-        assert mul.args[1] == 4 and to.kwargs == {"dtype": torch.float32}
-        assert stitched.graph.output_node().args[0][0] == 4
+    assert names(first.graph.output_node().all_input_nodes) == ["sin"]
+    assert names(second.graph.find_nodes(op="placeholder")) == ["sin"]
+    mul, to = (node for node in second.graph.nodes if node.op.startswith("call"))
+    assert mul.args[1] == 4 and to.kwargs == {"dtype": torch.float32}
+    assert stitched.graph.output_node().args[0][0] == 4
 
 
 def test_attributes_go_to_each_partition() -> None:
@@ -191,3 +166,104 @@ def test_placeholders_keep_their_sources() -> None:
     first, second = partitions_of(stitched)
     sources = [[n._dynamo_source for n in p.graph.find_nodes(op="placeholder")] for p in (first, second)]
     assert sources == [[whole._dynamo_source], [None, whole._dynamo_source]]
+
+
+# Views.
+
+
+def view_and_its_base(x: Any) -> Any:
+    y = torch.sin(x).t()
+    target = y.detach()
+    return torch.mul(torch.cos(y), target)
+
+
+def two_views(x: Any) -> Any:
+    h = torch.sin(x)
+    rows, columns = h.unbind(), h.t()
+    row = rows[0]
+    return torch.matmul(torch.cos(columns), row)
+
+
+def view_of_an_input(x: Any, p0: Any) -> Any:
+    turned = p0.t()
+    return torch.matmul(torch.cos(torch.matmul(x, turned)), turned)
+
+
+@pytest.mark.parametrize(
+    ("function", "crossing", "second_calls"),
+    [
+        (view_and_its_base, ["t"], ["detach", "cos", "mul"]),
+        (two_views, ["sin"], ["unbind", "t", "getitem", "cos", "matmul"]),
+        (lambda x: torch.cos(torch.sin(x).narrow(0, 0, 1)), ["narrow"], ["cos"]),
+        # An expanded value is made again, and so are views of it.
+        (lambda x: torch.cos(torch.sin(x).narrow(0, 0, 1).expand(3, -1).t()), ["narrow"], ["expand", "t", "cos"]),
+        (view_of_an_input, ["matmul"], ["t", "cos", "matmul_1"]),
+    ],
+)
+def test_one_value_crosses_for_its_views(
+    function: Callable[..., Any], crossing: list[str], second_calls: list[str]
+) -> None:
+    gm, _ = record(function)
+    first, second = partitions_of(partition_graph(gm, [find(gm, "cos")]))
+    assert names(first.graph.output_node().all_input_nodes) == crossing and calls(second) == second_calls
+    assert [name for name in names(second.graph.find_nodes(op="placeholder")) if name != "p0"] == crossing
+
+
+def test_what_is_no_view() -> None:
+    def function(x: Any, hook: Any) -> Any:
+        h = torch.sin(x)
+        reached, doubled, watched = h.as_strided((2,), (1,)), h.mul_(2), h.view(-1)
+        watched.register_hook(hook)
+        return reached, doubled, watched, h.t()
+
+    gm, _ = record(function, x=torch.ones(4, 4, requires_grad=True), hook=torch.neg)
+    trees = ViewTrees(gm, mode_regions(gm))
+    returned = gm.graph.output_node().args[0][:3]
+    assert [trees.root(node) for node in returned] == list(returned)
+
+
+def user_function(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1)
+
+
+def test_views_of_user_functions_hold_cuts() -> None:
+    def function(call: Any, x: Any, is_returned: bool) -> Any:
+        h = torch.sin(x)
+        if is_returned:
+            y = torch.cos(h)
+            return call(user_function, h), y
+        own = call(user_function, h)
+        torch.cos(h)
+        return torch.exp(own)
+
+    gm, _ = record(lambda call, x: function(call, x, is_returned=False))
+    (held,) = (h for h in find_held_cuts(gm) if "user_function" in h.reason)
+    assert (held.first, held.last) == (find(gm, "user_function") + 1, find(gm, "exp"))
+    assert held.reason == "user_function shares the memory of sin and cannot be made again as a view of it"
+    # The caller gets it: it stays with its argument.
+    gm, _ = record(lambda call, x: function(call, x, is_returned=True))
+    assert {(h.first, h.last) for h in find_held_cuts(gm)} == {(find(gm, "sin") + 1, len(gm.graph.nodes) - 1)}
+
+
+# Sizes.
+
+
+def uses_sizes(x: Tensor) -> Tensor:
+    rows, columns = x.size()
+    y = x.sin().reshape(rows * columns).cos()
+    return y.view(x.size()) * rows
+
+
+def test_symbolic_sizes_are_unpacked() -> None:
+    gm, inputs = capture(uses_sizes, torch.rand(6, 4), dynamic=True)
+    inputs = sizes_as_numbers(inputs)
+    (expected,) = gm(*inputs)
+    held = [interval for interval in find_held_cuts(gm) if "Size" in interval.reason]
+    gm, num_changed, _ = unpack_sizes_pass(gm, context({}))
+    gm.graph.lint()
+    gm.recompile()
+    sizes = [node for node in gm.graph.nodes if node.target == "size"]
+    assert held and num_changed
+    assert all(len(node.args) == 2 for node in sizes)
+    assert not any("Size" in interval.reason for interval in find_held_cuts(gm))
+    assert torch.equal(gm(*inputs)[0], expected)

@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import GraphBuilder, Recorded, context, record
-from torch import fx
+from graphs import GraphBuilder, Recorded, calls, context, record
 
 from ddp_compile.passes.forward.sink_parameter_views import sink_parameter_views_pass
-
-
-def calls(gm: fx.GraphModule) -> list[str]:
-    return [node.name for node in gm.graph.nodes if node.op.startswith("call")]
 
 
 def sink(recorded: Recorded) -> tuple[list[str], int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import chain, context, record
+from graphs import calls, chain, context, partitions_of, record
 from torch import fx
 
 from ddp_compile.passes.forward.split_forward import split_forward_pass
@@ -17,10 +17,7 @@ from ddp_compile.passes.pipeline import Declined, PassResult
 
 def partitions(gm: fx.GraphModule) -> list[list[str]]:
     """Names of the calls in each partition."""
-    return [
-        [node.name for node in gm.get_submodule(call.target).graph.nodes if node.op.startswith("call")]
-        for call in gm.graph.find_nodes(op="call_module")
-    ]
+    return list(map(calls, partitions_of(gm)))
 
 
 def split(function: Callable[..., Any], *buckets: list[int], every_cut_or_none: bool = False) -> PassResult:
@@ -82,13 +79,6 @@ def held_once(x: Any, p0: Any, p1: Any) -> Any:
     return torch.add(torch.matmul(y, p1), pair[0])
 
 
-def held_by_two_tuples(x: Any, p0: Any, p1: Any) -> Any:
-    outer = torch.sin(torch.matmul(x, p0)).chunk(1)
-    x = torch.cos(outer[0])
-    inner, again = x.split(4), outer[0]
-    return torch.add(torch.add(torch.matmul(x, p1), again), inner[0])
-
-
 def held_twice(x: Any, p0: Any, p1: Any, p2: Any) -> Any:
     x = torch.matmul(x, p0)
     pair = x.chunk(1)
@@ -106,14 +96,6 @@ TOGETHER = f"bucket 0 is launched with bucket 1: {TUPLE}"
             held_once,
             [["matmul", "sin"], ["chunk", "matmul_1", "getitem", "add"]],
             [("matmul_1", f"cut moved up to chunk: {TUPLE}")],
-        ),
-        (
-            held_by_two_tuples,
-            [
-                ["matmul", "sin"],
-                ["chunk", "getitem", "cos", "split", "getitem_1", "matmul_1", "add", "getitem_2", "add_1"],
-            ],
-            [("matmul_1", f"cut moved up to chunk: split, a tuple, cannot cross partitions; {TUPLE}")],
         ),
         (
             held_twice,

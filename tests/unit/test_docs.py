@@ -1,7 +1,8 @@
-"""The documents agree with the code."""
+"""The documents agree with the code, and the page of error messages quotes its texts."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import re
@@ -10,8 +11,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from parity import write_features_page
 
 ROOT = Path(__file__).parents[2]
+SOURCES = [
+    ROOT / "setup.py",
+    *(path for name in ("ddp_compile", "runtime", "passes", "kernels") for path in (ROOT / name).rglob("*.py")),
+]
+ANYTHING = "…"
 
 
 def test_code_of_the_readme_is_typed() -> None:
@@ -39,8 +46,7 @@ def test_no_snippet_takes_the_function_for_the_package() -> None:
 
 def test_no_page_installs_another_package() -> None:
     # The package of that name on the index is unrelated. A wheel's file name, or a checkout's ".[extra]", is ours.
-    sources = [path for name in ("ddp_compile", "runtime", "passes", "kernels") for path in (ROOT / name).rglob("*.py")]
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*"), *sources]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*"), *SOURCES]:
         text = re.sub(r"\s+", " ", path.read_text()) if path.is_file() and path.suffix in (".md", ".py") else ""
         assert re.findall(r"pip install (?:-\S+ )*['\"]?ddp[-_]compile\b(?!-\*)", text) == [], path
 
@@ -55,3 +61,34 @@ def test_reference_has_every_name(module: str) -> None:
     exported = importlib.import_module(module)
     missing = [name for name in exported.__all__ if not any(getattr(exported, name) is each for each in documented)]
     assert missing == []
+
+
+def test_page_of_exclusions() -> None:
+    page = write_features_page
+    assert page.PAGE.read_text() == page.format_page(), "run python tests/parity/write_features_page.py"
+
+
+def text_of(node: ast.AST) -> str | None:
+    """The text of a string of the sources, with a mark for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[\d.]*[a-z]", ANYTHING, node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or ANYTHING for part in node.values)
+    return None
+
+
+def texts() -> list[str]:
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    return [text for tree in trees for node in ast.walk(tree) if (text := text_of(node)) is not None]
+
+
+def quoted_messages() -> list[str]:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+
+
+def test_messages_of_the_page() -> None:
+    said, quoted = "\n".join(texts()), quoted_messages()
+    assert len(quoted) > 30
+    patterns = {message: ".*".join(map(re.escape, message.split(ANYTHING))) for message in quoted}
+    assert [message for message, pattern in patterns.items() if not re.search(pattern, said)] == []

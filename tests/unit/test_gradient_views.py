@@ -1,4 +1,4 @@
-"""The holders of a gradient, and its memory. Whole trainings are in features/test_user_gradients.py."""
+"""Memory of gradients: what holds one, and devices without DLPack. Trainings: features/test_user_gradients.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.runtime.buckets.gradient_views import GradientViews, held_by_others
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+from ddp_compile.runtime.buckets.gradient_views import GradientViews
 
 
 def places_in(flat: Tensor) -> list[Tensor]:
@@ -23,7 +21,7 @@ def places_in(flat: Tensor) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_places_and_storages(dtype: torch.dtype) -> None:
     flat = torch.zeros(40, dtype=dtype)
     places = places_in(flat)
@@ -100,27 +98,3 @@ def test_without_dlpack(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(view, place) and view.shape == place.shape and view.stride() == place.stride()
     assert views.make_free(list(views.tensors))  # what stays .grad may be written
     assert not views.make_free([None] * len(places))  # otherwise the next iteration takes another buffer
-
-
-def gradient_of(parameter: Parameter) -> list[Tensor | None]:
-    return [parameter.grad]
-
-
-def test_held_by_others() -> None:
-    view = torch.zeros(4)
-    parameter = Parameter(torch.zeros(4))
-    parameter.grad = torch.zeros(4)
-    assert held_by_others(gradient_of(parameter), [view]) == frozenset()
-    held = parameter.grad
-    assert held_by_others(gradient_of(parameter), [view]) == {0}
-    del held
-    parameter.grad.add_(1)
-    assert held_by_others(gradient_of(parameter), [view]) == frozenset()
-    flat = torch.zeros(8)
-    parameter.grad = flat[:4]
-    parameter.grad.add_(1)
-    assert held_by_others(gradient_of(parameter), [view]) == {0}
-    parameter.grad = None
-    assert held_by_others(gradient_of(parameter), [view]) == frozenset()
-    parameter.grad = view
-    assert held_by_others(gradient_of(parameter), [view]) == frozenset()

