@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from ddp_compile.kernels import executors
 from ddp_compile.kernels.cuda import module
 from ddp_compile.kernels.cuda.compiler import Compiler
 from ddp_compile.kernels.cuda.driver import CudaDriver
-from ddp_compile.kernels.cuda.programs import LARGEST_KERNEL, PROGRAM_OF, Program
+from ddp_compile.kernels.cuda.module import KernelDevice
+from ddp_compile.kernels.cuda.programs import LARGEST_KERNEL, PROGRAM_OF, PROGRAMS, Program
 from ddp_compile.kernels.native import library
 
 LARGEST = PROGRAM_OF[LARGEST_KERNEL].name
@@ -191,3 +193,19 @@ def test_each_device_for_itself(
         _, of_cuda = kernels.status()
         assert of_cuda.implementation == ("reference" if current == unsupported else "cuda")
         assert (f"Device {current}" in of_cuda.reason) == (current != unsupported)
+
+
+def test_threads_load_a_program_once() -> None:
+    compiled: list[str] = []
+    driver = CountingDriver()
+    device = KernelDevice(driver, lambda program: compiled.append(program.name) or b"", lambda: 0, 1, "x")  # type: ignore[func-returns-value]
+    kernel = PROGRAMS[1].kernels[0]
+    threads = [threading.Thread(target=device.prepare, args=(kernel,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    device.prepare(PROGRAMS[1].kernels[1])
+    assert compiled == [PROGRAMS[1].name] and len(driver.loaded) == 1
+    device.prepare(PROGRAMS[0].kernels[0])
+    assert len(driver.loaded) == 2

@@ -123,3 +123,21 @@ def test_width_of_accesses(
     # There and back, except for up to one packet of single elements.
     most = 2 * 4096 * 2 // num_bytes
     assert all(most - 2 <= driver.accesses[f"{operation} {num_bytes}"] <= most for operation in ("ld", "st"))
+
+
+MUTANTS = {
+    "swapped halves": ("device.cuh", '"f"(second), "f"(first)', '"f"(first), "f"(second)', "same_bits"),
+    "a read beyond the end": ("move.cuh", "(i < num_packets) packets", "(i <= num_packets) packets", "out of bounds"),
+    "one side's alignment": ("move.cuh", "!is_aligned(first, ", "!is_aligned(place, ", "misaligned"),
+    "an element too few": ("move.cuh", "count - body.count, ", "count - body.count - 1, ", "same_bits"),
+}
+
+
+@pytest.mark.parametrize("mutant", only(["swapped halves"], MUTANTS))
+def test_mutants_fail(driver: PtxDriver, compiled: Any, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    file, old, new, failure = MUTANTS[mutant]
+    sources = compiler.headers()
+    assert old in sources[file]
+    monkeypatch.setattr(compiler, "headers", lambda: {**sources, file: sources[file].replace(old, new)})
+    with pytest.raises(AssertionError, match=failure):
+        check_alignments(KernelDevice(driver, compiled.__wrapped__, lambda: 0, 72, "PTX"), BFLOAT16, BFLOAT16, 168)

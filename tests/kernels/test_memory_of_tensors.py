@@ -31,6 +31,17 @@ def test_unaligned_elements(implementation: str, offset: int) -> None:
     assert torch.equal(odd.clone(), values * 2)
 
 
+def test_overlap_in_wider_dtype() -> None:
+    memory = torch.zeros(24, dtype=torch.uint8)
+    plan = FlattenPlan.for_bucket([torch.zeros(4), torch.zeros(4)], torch.arange(8.0))
+    plan.unflatten([memory[:8].view(torch.float16), memory[8:16].view(torch.float16)])
+    wide = [memory[:16].view(torch.float32), memory[8:].view(torch.float32)]
+    before = memory.clone()
+    with pytest.raises(ValueError, match="tensors 0 and 1 share memory"):
+        plan.unflatten(wide)
+    assert torch.equal(memory, before)
+
+
 @pytest.mark.parametrize(
     "overlapping", [torch.full((1,), 5.0).expand(3), torch.zeros(4).as_strided((3,), (0,)), torch.zeros(1).expand(3)]
 )
@@ -148,3 +159,10 @@ def test_decompress_over_itself_is_refused() -> None:
     out = torch.empty(100)
     with pytest.raises(ValueError, match="out shares memory with compressed"):
         minmax_u8_decompress(out.view(torch.uint8)[:112].view(1, 112), out)
+
+
+def test_float8() -> None:
+    flat = torch.zeros(5)
+    tensors = [torch.ones(2), torch.tensor([0.5, 2.0, -4.0]).to(torch.float8_e4m3fn)]
+    flatten_scale(tensors, flat, 0.5)
+    assert flat.tolist() == [0.5, 0.5, 0.25, 1.0, -2.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -130,6 +131,27 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.long
+def test_rehearsal_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command: what it runs imports no package that a borrowed machine may lack."""
+    lacking = tmp_path / "lacking"
+    lacking.mkdir()
+    for package in ("expecttest", "tlparse"):
+        (lacking / f"{package}.py").write_text("raise ModuleNotFoundError('not on this machine')")
+    monkeypatch.setenv("PYTHONPATH", str(lacking))
+    words = ["--device", "cpu", "--part", "training_tests", "--output", str(tmp_path / "results")]
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        # Tests that are all skipped have shown nothing.
+        assert program("gpu_parts").main("gpu-check", "", program("gpu_check").parts, words) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    record = json.loads((tmp_path / "results" / "training_tests.json").read_text())
+    assert record["outcome"] == "FAILED: no test ran, all were skipped"
+    assert record["figures"]["skipped"] > 15 and record["figures"]["failed_tests"] == []
+    assert {"python", "torch", "cuda"} <= set(record["versions"]) and record["device"] and record["commit"]
+
+
+@pytest.mark.long
 def test_rehearsal_on_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks train on a device that torch finds by an entry point, as vendors'; what needs CUDA is skipped."""
     entry_points = tmp_path / "pretend-1.dist-info" / "entry_points.txt"
@@ -143,3 +165,31 @@ def test_rehearsal_on_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyP
     record = json.loads((tmp_path / "training_tests.json").read_text())
     assert done.returncode == 0, done.stdout
     assert record["outcome"].startswith("passed") and record["figures"]["passed"] == 9
+
+
+def print_row(file: Path) -> int:
+    status: int = program("gpu_parts").main("gpu-check", "", program("gpu_check").parts, ["--row", str(file)])
+    return status
+
+
+def test_row_of_a_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gpu_tests.json"
+    record = {
+        "part": "gpu-tests",
+        "outcome": "passed in 70 s",
+        "device": "NVIDIA H100",
+        "commit": "abc",
+        "date": "2026-11-28",
+    }
+    record |= {"versions": {"torch": "2.11.0"}, "figures": {"passed": 31, "skipped": 2}}  # type: ignore[dict-item]
+    file.write_text(json.dumps(record))
+    assert print_row(file) == 0
+    assert capsys.readouterr().out == "| NVIDIA H100, gpu-tests | 2.11.0 | 31 | 0 | 2 | 2026-11-28, abc |\n"
+    for figures in (None, [{"time": 1}], {"first_call_s": [0.1]}):  # of parts without tests
+        file.write_text(json.dumps({**record, "figures": figures}))
+        assert print_row(file) == 0
+        assert "| 2.11.0 | passed in 70 s |  |  | 2026-11-28, abc |" in capsys.readouterr().out
+    file.write_text('{"part": "times"}')
+    with pytest.raises(SystemExit):
+        print_row(file)
+    assert "not a file that gpu_check.py has written (KeyError('figures'))" in capsys.readouterr().err

@@ -223,8 +223,25 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError that names the files
 
 
+#: Names by which a source would know a kind of accelerator, or its streams.
+DEVICE_NAMES = ("torch.cuda", "torch.xpu", "torch.mps", "torch.accelerator", "torch.get_device_module", "torch.Stream")
+#: The kernels are of one kind of device. The benchmark stands in for a process group, and times one device.
+KNOW_DEVICES = ("ddp_compile.runtime.comm.streams", "ddp_compile.kernels", "ddp_compile.bench")
 #: What a part of the package may import of ours beside itself, more strictly than by layers.
 ALLOWED = {"kernels": {"errors"}, "plan.spec": {"errors", "plan.typed_json"}}
+
+
+def test_streams_are_known_in_one_file() -> None:
+    others = [module for module in TREES if not any(reaches({module}, layer) for layer in KNOW_DEVICES)]
+    found = {
+        module: [name for name in torch_names(TREES[module]) if any(reaches({name}, device) for device in DEVICE_NAMES)]
+        for module in others
+    }
+    methods = {"record_stream", "wait_stream", "wait_event", "record_event", "current_stream"}
+    for module in others:
+        attributes = {node.attr for node in ast.walk(TREES[module]) if isinstance(node, ast.Attribute)}
+        found[module] += sorted(attributes & (methods | {"is_cuda"}))
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_parts_that_stay_apart() -> None:
