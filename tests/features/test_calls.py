@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
-from beside import beside_plain, one_backward, own_batch, pair, seeded, train_beside
+from beside import beside_plain, one_backward, own_batch, seeded, train_beside
 from models import Mlp, assert_buckets_launched_early
-from rank_pool import Ranks, on_ranks
+from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -58,11 +58,8 @@ def swap_at_times(model: Any, x: Tensor, step: int) -> None:
 
 @on_ranks(2)
 def test_functional_call_trains() -> None:
-    for models in (pair, beside_plain):
-        both = models(mlp, bucket_cap_mb=CAP_MB, split="backward")
-        assert max(train_beside(both, swap_at_times, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
-        torch._dynamo.reset()
-        both[0].unwrap()
+    models = beside_plain(mlp, bucket_cap_mb=CAP_MB, split="backward")
+    assert max(train_beside(models, swap_at_times, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
 
 
 # Modes and transforms, under which nothing can be compiled
@@ -246,30 +243,26 @@ def test_distribution_as_output() -> None:
 # Warnings
 
 
-@torch.compiler.set_stance("force_eager")
-def warnings_of_no_sync(alone: str) -> list[str]:
-    """Two steps in which the forward or the backward alone is inside ``no_sync``; what is logged on this rank."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ddp_compile").addHandler(handler)
-    model = ddp_compile(nn.Linear(1, 1, bias=False), backend="eager")
-    for _ in range(2):
-        model.zero_grad()
-        with model.no_sync() if alone == "forward" else contextlib.nullcontext():
-            output = model(torch.full((1, 1), float(dist.get_rank())))
-        with model.no_sync() if alone == "backward" else contextlib.nullcontext():
-            output.backward()
-        assert model.weight.grad.item() == (0.5 if alone != "forward" else dist.get_rank())
-    logging.getLogger("ddp_compile").removeHandler(handler)
-    return said
-
-
 @pytest.mark.parametrize(
-    ("alone", "is_reduced"), [("forward", "outside no_sync() is not"), ("backward", "inside no_sync() is")]
+    ("alone", "said"),
+    [
+        ("forward", "rank 0: a backward outside no_sync() is not reduced, since the last forward was "),
+        ("backward", "rank 0: a backward inside no_sync() is reduced, since the last forward was "),
+        ("nothing", None),
+    ],
 )
-def test_half_in_no_sync(alone: str, is_reduced: str, ranks: Ranks) -> None:
-    (warning,), on_rank_1 = ranks(2).run(warnings_of_no_sync, alone)
-    assert warning.startswith(f"rank 0: a backward {is_reduced} reduced, since the last forward was ")
-    assert on_rank_1 == []
-    assert ranks(2).run(warnings_of_no_sync, "nothing") == [[], []]
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_half_in_no_sync(alone: str, said: str | None) -> None:
+    """In two steps the forward or the backward alone; only rank 0 warns, once."""
+    with warnings_of("ddp_compile") as warnings:
+        model = ddp_compile(nn.Linear(1, 1, bias=False), backend="eager")
+        for _ in range(2):
+            model.zero_grad()
+            with model.no_sync() if alone == "forward" else contextlib.nullcontext():
+                output = model(torch.full((1, 1), float(dist.get_rank())))
+            with model.no_sync() if alone == "backward" else contextlib.nullcontext():
+                output.backward()
+            assert model.weight.grad.item() == (0.5 if alone != "forward" else dist.get_rank())
+    assert len(warnings) == (said is not None and dist.get_rank() == 0)
+    assert all(each.startswith(str(said)) for each in warnings)

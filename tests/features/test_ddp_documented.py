@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -149,18 +148,6 @@ def test_parameters_to_ignore(by_ddp: bool) -> None:
     assert torch.equal(model.layers[1].weight.grad, plain.layers[1].weight.grad)
     average(plain)
     assert relative_difference(model.layers[0].weight.grad, plain.layers[0].weight.grad) < 1e-6
-
-
-@pytest.mark.parametrize("with_mesh", [True, False])
-@on_ranks(3)
-def test_process_group_or_device_mesh(with_mesh: bool) -> None:
-    if with_mesh:
-        settings: dict[str, Any] = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
-    else:
-        settings = {"process_group": dist.new_group([0, 2])}
-        if dist.get_rank() == 1:
-            return
-    assert largest(train_beside(pair(**settings), width=WIDTH)) < 1e-6
 
 
 @pytest.mark.parametrize("averager", [PeriodicModelAverager, HierarchicalModelAverager])

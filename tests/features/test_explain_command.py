@@ -70,7 +70,6 @@ def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
         ("explained:lazy", ["nn.Linear(8, 4) instead of nn.LazyLinear(4)", "nn.Sequential(nn.LazyLinear"]),
         ("explained:frozen", ["explain: the module has no parameter that requires a gradient"]),
         ("explained:a_number", ["returns an int; it must return a module, (module, inputs), (module, args, kwargs)"]),
-        ("explained:three_inputs", ["returns (Layers, int, int); it must return"]),
         ("explained:missing", ["function 'explained:missing' cannot be imported"]),
         ("no_such_module:f", ["No module named 'no_such_module'"]),
         ("tests/explained.py:layers", ["has a path before the colon; pass tests.explained:layers, the module's name"]),

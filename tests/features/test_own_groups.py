@@ -32,14 +32,6 @@ def split_sources(monkeypatch: pytest.MonkeyPatch) -> list[dist.ProcessGroup]:
     return asked
 
 
-def test_groups_of_torch_are_split(
-    bound_default_group: dist.ProcessGroup, split_sources: list[dist.ProcessGroup]
-) -> None:
-    group = dist.new_group([0], use_local_synchronization=True)
-    assert split_sources == [bound_default_group]
-    assert group.bound_device_id == BOUND
-
-
 def test_groups_are_not_bound(bound_default_group: dist.ProcessGroup, split_sources: list[dist.ProcessGroup]) -> None:
     named = group_of([0], bound_default_group, CPU, "agreed_on")
     drawn = own_group(bound_default_group, CPU)

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from beside import flat_of, seeded
-from in_ci import only
+from beside import difference, flat_of, seeded
 from models import largest, loss_of, relative_difference
 from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from ways_to_train import note_launches
 
 from ddp_compile import RanksDifferError, ddp_compile, shard_optimizer
 
@@ -67,35 +67,8 @@ class Tied(Blocks):
         self.blocks[3].linear.weight = self.stem.weight
 
 
-class Way(NamedTuple):
-    """A model, and how it is trained.
-
-    Args:
-        make: Makes the model.
-        both: Settings of `ddp_compile` and of DistributedDataParallel.
-        regions: Those that are asked for.
-        split: Of `ddp_compile`.
-        num_graphs: How many are compiled.
-        lr: Of SGD.
-    """
-
-    make: type[nn.Module] = Blocks
-    both: dict[str, Any] = {}  # noqa: RUF012 - only read
-    regions: Any = "auto"
-    split: str = "auto"
-    num_graphs: int = 1
-    lr: float = 0.1
-
-
-WAYS = {
-    "plain": Way(),
-    "checkpointed": Way(Checkpointed),
-    "tied": Way(Tied),
-}
-
-
 class Trained(NamedTuple):
-    """The results of training on one rank, with gradients of DistributedDataParallel and of the whole batch.
+    """The results of training on one rank, with gradients of DistributedDataParallel.
 
     Args:
         num_graphs: Graphs that the backend was given.
@@ -120,52 +93,43 @@ def rows(step: int) -> list[Tensor]:
     return [2 * torch.randn(1, WIDTH) + 0.3 * torch.randn(ROWS, WIDTH) for _ in range(dist.get_world_size())]
 
 
-def train(way: Way, cap_mb: float = 0.004) -> Trained:
-    models = [seeded(way.make) for _ in range(3)]
+def train(
+    make: type[nn.Module],
+    cap_mb: float = 0.004,
+    lr: float = 0.1,
+    regions: Any = "auto",
+    split: str = "auto",
+    **both: bool,
+) -> Trained:
+    models = [seeded(make) for _ in range(2)]
     counter = CompileCounterWithBackend("aot_eager")
-    settings = {"regions": way.regions, "split": way.split, **way.both}
+    settings = {"regions": regions, "split": split, **both}
     model: Any = ddp_compile(models[0], bucket_cap_mb=cap_mb, backend=counter, **settings)
-    with_ddp, whole = DistributedDataParallel(models[1], **way.both), models[2]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=way.lr) for each in models]
+    with_ddp = DistributedDataParallel(models[1], **both)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=lr) for each in models]
     reached = set[str]()
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda gradient, name=name: reached.add(name))
-    launches = launches_before(model, model.stem.weight)
-    to_ddp, to_whole, num_early, num_unused = [0.0], [0.0], [], 0
+    # After an optimizer's zero_grad, and before the parameter's own hook has told the reducer.
+    launches = note_launches(model, lambda bucket: model.stem.weight.grad is None)
+    differences, num_early, num_unused = [0.0], [], 0
     for step in range(NUM_STEPS):
         launches.clear()
         reached.clear()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        of_ranks = rows(step)
         for each in (model, with_ddp):
-            loss_of(each(of_ranks[dist.get_rank()])).backward()
-        loss_of(whole(torch.cat(of_ranks))).backward()
+            loss_of(each(rows(step)[dist.get_rank()])).backward()
         num_early.append(sum(launches))
-        num_unused += len(list(whole.parameters())) - len(reached)
-        for ours, theirs, of_whole in zip(*(each.parameters() for each in models), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None)
-            if ours.grad is not None:
-                to_ddp.append(relative_difference(ours.grad, theirs.grad))
-                to_whole.append(0.0 if of_whole.grad is None else relative_difference(ours.grad, of_whole.grad))
+        num_unused += len(list(model.parameters())) - len(reached)
+        differences.append(difference(*models))
         for optimizer in optimizers:
             optimizer.step()
     plan = model.bucket_plan
     buckets = [[gradient.fqn for gradient in bucket.gradients] for bucket in plan.buckets]
     assert model.explain().failures == ()
-    assert largest(to_ddp) < 1e-5
-    assert largest(to_whole) < 1e-5
+    assert largest(differences) < 1e-5
     return Trained(counter.frame_count, buckets, num_early, num_unused, plan.digest, str(model.explain()))
-
-
-def launches_before(model: Any, parameter: Tensor) -> list[bool]:
-    """Gets an entry for each bucket that is launched: whether the parameter's gradient is still missing."""
-    launches: list[bool] = []
-    algorithm = model.comm_algorithm
-    launch = algorithm.launch
-    # After an optimizer's zero_grad, and before its own hook has told the reducer.
-    algorithm.launch = lambda *args: (launches.append(parameter.grad is None), launch(*args))[1]
-    return launches
 
 
 def owners(names: list[str]) -> set[str]:
@@ -173,18 +137,19 @@ def owners(names: list[str]) -> set[str]:
     return {".".join(name.split(".")[:2]) for name in names if name.startswith("blocks.")}
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("make", [Checkpointed, Tied])
 @on_ranks(2)
-def test_regions_train(name: str) -> None:
-    trained = train(WAYS[name])
-    assert trained.num_graphs == WAYS[name].num_graphs
+def test_regions_train(make: type[nn.Module]) -> None:
+    trained = train(make)
+    assert trained.num_graphs == 1
     assert len(trained.buckets) > 2
 
 
 @pytest.mark.parametrize(("cap_mb", "regions_of_bucket"), [(0.004, 2), (0.002, 1)])
 @on_ranks(2)
 def test_buckets_of_regions(cap_mb: float, regions_of_bucket: int) -> None:
-    trained = train(WAYS["plain"], cap_mb)
+    trained = train(Blocks, cap_mb)
+    assert trained.num_graphs == 1
     in_buckets = [owners(names) for names in trained.buckets if owners(names)]
     if regions_of_bucket == 1:  # a region is larger than a bucket
         in_buckets = [names for i, names in enumerate(in_buckets) if names not in in_buckets[:i]]
@@ -286,11 +251,10 @@ class Mixture(Blocks):
 
 def train_left_to_python(make: type[nn.Module], split: str) -> Trained:
     unused = {"find_unused_parameters": True} if make is Mixture else {}
-    return train(Way(make, unused, regions=None, split=split, lr=0.0))  # gates choose the same experts again
+    return train(make, regions=None, split=split, lr=0.0, **unused)  # gates choose the same experts again
 
 
 IN_BLOCKS = {
-    Loop: "6 regions of Block (",
     OfTorch: "6 regions of Sequential (",
     Mixture: "24 regions of Block (blocks.0.experts.0, blocks.0.experts.1, ..., blocks.5.experts.3)",
 }
@@ -303,7 +267,7 @@ def assert_launched_early(trained: Trained) -> None:
     assert trained.num_early[0] > num_buckets // 3, trained.num_early
 
 
-@pytest.mark.parametrize("make", only([Mixture, OfTorch], IN_BLOCKS), ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", IN_BLOCKS)
 def test_blocks_after_a_graph_break(make: type[nn.Module], split: str, ranks: Ranks) -> None:
     trained = ranks(2).run(train_left_to_python, make, split)
     for of_rank in trained:
