@@ -32,6 +32,18 @@ class Mlp(nn.Module):
         return x
 
 
+class Scaled(nn.Module):
+    """With a buffer."""
+
+    def __init__(self, width: int, num_layers: int = 2) -> None:
+        super().__init__()
+        self.mlp = Mlp(width, num_layers)
+        self.register_buffer("scale", torch.full((width,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * self.scale
+
+
 class GptBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,15 +94,10 @@ class Cnn(nn.Module):
 
 
 class Case(NamedTuple):
-    """A model and the global batch of one step.
+    """A model and the global batch of one step."""
 
-    Args:
-        make: Makes the model; called with the same seed on every rank.
-        batch: Inputs for a number of rows.
-    """
-
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], Tensor]
+    make: Callable[[], nn.Module]  #: called with the same seed on every rank
+    batch: Callable[[int], Tensor]  #: inputs for a number of rows
 
 
 #: All of it is products, so that inductor needs no C++ compiler.

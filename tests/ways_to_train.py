@@ -246,22 +246,15 @@ def with_batch_norm() -> nn.Module:
 
 
 class Way(NamedTuple):
-    """A way to train.
-
-    Args:
-        step: One step.
-        num_early: How many buckets are launched inside compiled backwards in the last step under ``split="backward"``.
-            Of an `Mlp` of four layers these are three: the last one is ready when the backward ends.
-        make: Makes the model.
-        is_ddps: Whether DistributedDataParallel can do it; otherwise the plain model's mean is the reference.
-        tolerance: Of a gradient's relative difference.
-    """
+    """A way to train."""
 
     step: Step = one_backward
+    #: Buckets launched inside compiled backwards in the last step under ``split="backward"``: three of an `Mlp` of four
+    #: layers, since the last one is ready when the backward ends.
     num_early: int = 3
     make: Callable[[], nn.Module] = lambda: Mlp(33, 4)
-    is_ddps: bool = True
-    tolerance: float = 0.0
+    is_ddps: bool = True  #: DistributedDataParallel can do it; otherwise the plain model's mean is the reference
+    tolerance: float = 0.0  #: of a gradient's relative difference
 
 
 #: For `Way.num_early`: a bucket that was launched too early was launched again, and waits for its hooks from then on.
@@ -286,6 +279,7 @@ WAYS = {
     "accumulate_in_no_sync": Way(accumulate("no_sync")),
     "accumulate_by_attribute": Way(accumulate("attribute")),
     "accumulate_any_number": Way(accumulate("no_sync", (1, 2, 5, 1, 9))),
+    "gradients_detached_in_between": Way(changed_in_between(lambda p: p.grad.detach_().mul_(0.5)), TWICE),
     "gradients_replaced_in_between": Way(changed_in_between(lambda p: setattr(p, "grad", 0.5 * p.grad)), TWICE),
     # A bucket finds some of its gradients gone and others where they were.
     "gradients_freed_in_between": Way(changed_in_between(lambda p: setattr(p, "grad", None), stride=2), TWICE),
@@ -310,15 +304,10 @@ WAYS = {
 
 
 class Trained(NamedTuple):
-    """The results of training on one rank.
+    """The results of training on one rank."""
 
-    Args:
-        worst: Largest relative difference of any gradient to the reference, bit for bit equal if 0.
-        num_early: How many buckets were launched inside compiled backwards, for each step.
-    """
-
-    worst: float
-    num_early: tuple[int, ...]
+    worst: float  #: largest relative difference of any gradient to the reference, bit for bit equal if 0
+    num_early: tuple[int, ...]  #: buckets launched inside compiled backwards, for each step
 
 
 def note_launches(model: Any, note: Callable[[Any], Any]) -> list[Any]:

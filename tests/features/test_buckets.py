@@ -75,11 +75,7 @@ ONE_LAYER_MIB = 2000 / 2**20
 
 
 class Shuffled(nn.Module):
-    """Four layers, used after a compiled one, in another order than that of registration.
-
-    Args:
-        order: The order in which the layers are used; None for a different order on each rank.
-    """
+    """Four layers, used after a compiled one in this ``order``, or in a different one on each rank."""
 
     def __init__(self, order: tuple[int, ...] | None = (2, 0, 3, 1)) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import of_all_ranks, one_backward, own_batch, pair
-from models import Mlp, largest, loss_of, relative_difference
+from models import Mlp, Scaled, largest, loss_of, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 
@@ -21,16 +21,6 @@ WIDTH = 9
 
 def batch_norms() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp(WIDTH, 2)
-        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * self.scale
 
 
 class Cached(nn.Module):
@@ -82,7 +72,7 @@ def test_broadcast_buffers(broadcast_buffers: bool, accumulates: bool, each_spli
 @on_ranks(2)
 def test_which_forwards_broadcast() -> None:
     """Those with gradients, outside ``no_sync``, in either mode of the module and inside a transform."""
-    model, own, x = ddp_compile(Scaled(), backend="eager"), dist.get_rank() + 1.0, own_batch(0, WIDTH)
+    model, own, x = ddp_compile(Scaled(WIDTH), backend="eager"), dist.get_rank() + 1.0, own_batch(0, WIDTH)
 
     def scale_after(use: Callable[[Any, Tensor], Any]) -> float:
         model.scale.fill_(own)

@@ -26,11 +26,7 @@ WIDTH, NUM_STEPS, THREAD_TIMEOUT_S = 9, 4, 60
 
 
 class AllReduced(nn.Module):
-    """Averages outputs of all layers but the last over a group, like a synchronized BatchNorm; so does its backward.
-
-    Args:
-        group: The ranks.
-    """
+    """Averages outputs of all layers but the last over a group, like a synchronized BatchNorm; so does its backward."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

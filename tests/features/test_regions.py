@@ -68,23 +68,14 @@ class Tied(Blocks):
 
 
 class Trained(NamedTuple):
-    """The results of training on one rank, with gradients of DistributedDataParallel.
+    """The results of training on one rank, with gradients of DistributedDataParallel."""
 
-    Args:
-        num_graphs: Graphs that the backend was given.
-        buckets: Names of the parameters in each bucket in the end.
-        num_early: Buckets launched while the stem's gradient was missing, in each step.
-        num_unused: Parameters that this rank's backwards have not reached, in all steps.
-        plan: The digest of the bucket plan.
-        says: What ``explain()`` says.
-    """
-
-    num_graphs: int
-    buckets: list[list[str]]
-    num_early: list[int]
-    num_unused: int
-    plan: str
-    says: str
+    num_graphs: int  #: that the backend was given
+    buckets: list[list[str]]  #: in the end, the names of their parameters
+    num_early: list[int]  #: buckets launched while the stem's gradient was missing, in each step
+    num_unused: int  #: parameters that this rank's backwards have not reached, in all steps
+    plan: str  #: its digest
+    says: str  #: by ``explain()``
 
 
 def rows(step: int) -> list[Tensor]:

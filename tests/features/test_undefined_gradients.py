@@ -76,16 +76,10 @@ def differences(
     through_compile: bool = False,
     **options: Any,
 ) -> list[float]:
-    """After each backward the largest difference of two gradients.
+    """After each backward of a program the largest difference of two gradients.
 
-    Args:
-        make: Makes the model.
-        program: For each backward whether its gradient is "d"efined, "u"ndefined, or undefined on some "r"ank, another
-            one in each step; reduced if it is a capital letter.
-        zeroed: Whether gradients are zeroed between steps, not dropped.
-        hooked: Whether there are hooks that look at the gradients.
-        through_compile: Whether DistributedDataParallel is compiled as well.
-        **options: Settings of both models.
+    A letter says whether the gradient is "d"efined, "u"ndefined, or undefined on some "r"ank, another one in each step;
+    it is reduced if the letter is a capital one. ``through_compile`` compiles DistributedDataParallel as well.
     """
     torch._dynamo.reset()
     models = pair(lambda: look_at(make()) if hooked else make(), options, bucket_cap_mb=2e-4)
