@@ -84,18 +84,11 @@ def rows(step: int) -> list[Tensor]:
     return [2 * torch.randn(1, WIDTH) + 0.3 * torch.randn(ROWS, WIDTH) for _ in range(dist.get_world_size())]
 
 
-def train(
-    make: type[nn.Module],
-    cap_mb: float = 0.004,
-    lr: float = 0.1,
-    regions: Any = "auto",
-    split: str = "auto",
-    **both: bool,
-) -> Trained:
+def train(make: type[nn.Module], lr: float = 0.1, regions: Any = "auto", split: str = "auto", **both: bool) -> Trained:
     models = [seeded(make) for _ in range(2)]
     counter = CompileCounterWithBackend("aot_eager")
     settings = {"regions": regions, "split": split, **both}
-    model: Any = ddp_compile(models[0], bucket_cap_mb=cap_mb, backend=counter, **settings)
+    model: Any = ddp_compile(models[0], bucket_cap_mb=0.004, backend=counter, **settings)
     with_ddp = DistributedDataParallel(models[1], **both)
     optimizers = [torch.optim.SGD(each.parameters(), lr=lr) for each in models]
     reached = set[str]()
@@ -133,21 +126,11 @@ def owners(names: list[str]) -> set[str]:
 def test_regions_train(make: type[nn.Module]) -> None:
     trained = train(make)
     assert trained.num_graphs == 1
-    assert len(trained.buckets) > 2
-
-
-@pytest.mark.parametrize(("cap_mb", "regions_of_bucket"), [(0.004, 2), (0.002, 1)])
-@on_ranks(2)
-def test_buckets_of_regions(cap_mb: float, regions_of_bucket: int) -> None:
-    trained = train(Blocks, cap_mb)
-    assert trained.num_graphs == 1
-    in_buckets = [owners(names) for names in trained.buckets if owners(names)]
-    if regions_of_bucket == 1:  # a region is larger than a bucket
-        in_buckets = [names for i, names in enumerate(in_buckets) if names not in in_buckets[:i]]
-    backwards = [f"blocks.{i}" for i in reversed(range(NUM_BLOCKS))]
-    begins = range(0, NUM_BLOCKS, regions_of_bucket)
-    assert in_buckets == [set(backwards[i : i + regions_of_bucket]) for i in begins]
-    assert trained.num_early[-1] == len(trained.buckets) - 1
+    if make is Checkpointed:  # two whole regions in each bucket, from the last one to the first
+        backwards = [f"blocks.{i}" for i in reversed(range(NUM_BLOCKS))]
+        in_buckets = [owners(names) for names in trained.buckets if owners(names)]
+        assert in_buckets == [set(backwards[i : i + 2]) for i in range(0, NUM_BLOCKS, 2)]
+        assert trained.num_early[-1] == len(trained.buckets) - 1
 
 
 @on_ranks(2)
