@@ -151,8 +151,7 @@ def test_hook_inside_a_backward() -> None:
     go_backward(model)
     model[0].weight.register_hook(lambda gradient: model.register_comm_hook(None, allreduce_hook))
     with pytest.raises(
-        RuntimeError,
-        match="the comm hook allreduce_hook cannot take over while a backward has not been completed",
+        RuntimeError, match="the comm hook allreduce_hook cannot take over while a backward has not been completed"
     ):
         go_backward(model)
 

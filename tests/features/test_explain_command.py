@@ -23,10 +23,7 @@ ROOT = Path(__file__).parents[2]
 CASES = [(name, way) for name in ("layers", "tied", "broken") for way in ("forward", "backward")]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    only([("broken", "backward")], CASES),
-)
+@pytest.mark.parametrize(("name", "way"), only([("broken", "backward")], CASES))
 def test_explain_as_training(name: str, way: str, ranks: Ranks) -> None:
     trained, _ = map(Explanation.from_json, ranks(2).run(train, name, way, "aot_eager"))
     traced = explain_function(f"explained:{name}", 2, {"split": way, "bucket_cap_mb": CAP_MIB})
@@ -51,10 +48,7 @@ def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (
-            "explained:wrong_shape",
-            ["the forward raised", "RuntimeError: ", "X [64, 64]", "torch.tanh(layer(x))"],
-        ),
+        ("explained:wrong_shape", ["the forward raised", "RuntimeError: ", "X [64, 64]", "torch.tanh(layer(x))"]),
         (
             "explained:no_inputs",
             ["the forward without inputs (to pass some, return", "TypeError: ", "missing 1 required"],

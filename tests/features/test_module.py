@@ -21,15 +21,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ddp_compile import (
-    ReplicationError,
-    ddp_compile,
-    explain,
-    is_replicated,
-    no_sync,
-    torch_internals,
-    unwrap,
-)
+from ddp_compile import ReplicationError, ddp_compile, explain, is_replicated, no_sync, torch_internals, unwrap
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 

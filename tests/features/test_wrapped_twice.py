@@ -146,9 +146,7 @@ class Distilled(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, lambda m: fully_shard(m, mesh=mesh())])
-def test_wrapped_caller(
-    wrap: Callable[[nn.Module], nn.Module],
-) -> None:
+def test_wrapped_caller(wrap: Callable[[nn.Module], nn.Module]) -> None:
     teacher = replicated()
     model = wrap(Distilled(teacher))
     for _ in range(3):
