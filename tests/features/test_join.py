@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import beside_plain, difference, own_batch, pair, seeded
+from halves import Built, Halves
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import Ranks, on_ranks
@@ -159,6 +160,26 @@ def test_shadow_after_no_sync() -> None:
                 each(x).sum().backward()
         each(x).sum().backward()
     assert difference(*models) < 1e-6
+
+
+class CountsCalls(Halves):
+    num_forwards = num_backwards = 0
+
+    def before_forward(self, synchronize: bool) -> None:
+        self.num_forwards += synchronize
+
+    def after_backward(self) -> None:
+        self.num_backwards += 1
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_calls_of_an_algorithm() -> None:
+    model: Any = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=Built(CountsCalls))
+    with model.join():
+        for _ in range(1 + 2 * dist.get_rank()):
+            model(torch.ones(1, 2)).sum().backward()
+    assert (model.comm_algorithm.num_forwards, model.comm_algorithm.num_backwards) == (3, 3)
 
 
 # The end of a Join, its refusals, and the state after it.
