@@ -38,6 +38,21 @@ class User:
         return []
 
 
+class PcGrad(User):
+    """Two losses; the gradients of both, kept by reference, make one."""
+
+    def step(self, x: Tensor, step: int) -> list[Tensor]:
+        of_each = []
+        for rows in (x[:3], x[3:]):
+            self.optimizer.zero_grad()
+            loss_of(self.model(rows)).backward()
+            of_each.append([p.grad for p in self.parameters])
+        for parameter, first, second in zip(self.parameters, *of_each, strict=True):
+            parameter.grad = first + second
+        self.optimizer.step()
+        return [gradient for gradients in of_each for gradient in gradients]
+
+
 class LendsGradients(User):
     """To the parameters of another model, so that nothing of Python's holds them."""
 
