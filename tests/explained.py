@@ -148,10 +148,6 @@ def a_number() -> Any:
     return 3
 
 
-def three_inputs() -> Any:
-    return Layers(), 1, 2
-
-
 def large() -> Any:
     """Half a terabyte of parameters."""
     return nn.Sequential(*(nn.Linear(2**18, 2**17) if i % 2 else nn.Linear(2**17, 2**18) for i in range(4))), (

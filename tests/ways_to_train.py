@@ -56,10 +56,6 @@ def halve_data(gradient: Tensor) -> None:
     gradient.data.div_(2)  # which shows neither in the address nor in the version
 
 
-def only_look(gradient: Tensor) -> None:
-    """As logging does."""
-
-
 def halve_after_accumulation(parameter: Tensor) -> None:
     parameter.register_post_accumulate_grad_hook(lambda p: halve(p.grad))
 
@@ -99,11 +95,6 @@ def regulariser_built_after(model: Any, x: Tensor, step: int) -> None:
 def regulariser_built_before(model: Any, x: Tensor, step: int) -> None:
     extra = penalty(model)
     (extra + loss_of(model(x))).backward()
-
-
-def regulariser_first(model: Any, x: Tensor, step: int) -> None:
-    penalty(model).backward()
-    one_backward(model, x)
 
 
 def regulariser_last(model: Any, x: Tensor, step: int) -> None:
@@ -214,12 +205,6 @@ class UsedTwice(Mlp):
         return super().forward(torch.tanh(self.layers[0](super().forward(x))))
 
 
-class Tied(Mlp):
-    def __init__(self, width: int, num_layers: int) -> None:
-        super().__init__(width, num_layers)
-        self.layers[-1].weight = self.layers[0].weight
-
-
 class Shared(nn.Module):
     """One gradient for two parameters, and the tangent itself as a third one's."""
 
@@ -246,34 +231,13 @@ class Table(nn.Module):
         return torch.tanh(self.layers[2](x @ self.weight.t() @ self.weight))
 
 
-class Convolutions(nn.Module):
-    """Inductor computes their gradients in channels_last, whatever the parameters' strides are."""
-
-    def __init__(self, memory_format: torch.memory_format) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(fan_in, 16, 3, padding=1) for fan_in in (1, 16, 16, 16))
-        self.to(memory_format=memory_format)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, :32].view(-1, 1, 4, 8)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 class Checkpoints(Mlp):
-    """A checkpoint for each layer. Graph breaks let reentrant ones open passes inside the backward."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__(33, 4)
-        self.use_reentrant = use_reentrant
+    """A reentrant checkpoint for each layer. Graph breaks let them open passes inside the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if self.use_reentrant:
-                torch._dynamo.graph_break()
-                x = x.requires_grad_() if x.is_leaf else x
-            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+            torch._dynamo.graph_break()
+            x = checkpoint(layer, x.requires_grad_() if x.is_leaf else x, use_reentrant=True)
         return x
 
 
@@ -282,22 +246,15 @@ def with_batch_norm() -> nn.Module:
 
 
 class Way(NamedTuple):
-    """A way to train.
-
-    Args:
-        step: One step.
-        num_early: How many buckets are launched inside compiled backwards in the last step under ``split="backward"``.
-            Of an `Mlp` of four layers these are three: the last one is ready when the backward ends.
-        make: Makes the model.
-        is_ddps: Whether DistributedDataParallel can do it; otherwise the plain model's mean is the reference.
-        tolerance: Of a gradient's relative difference.
-    """
+    """A way to train."""
 
     step: Step = one_backward
+    #: Buckets launched inside compiled backwards in the last step under ``split="backward"``: three of an `Mlp` of four
+    #: layers, since the last one is ready when the backward ends.
     num_early: int = 3
     make: Callable[[], nn.Module] = lambda: Mlp(33, 4)
-    is_ddps: bool = True
-    tolerance: float = 0.0
+    is_ddps: bool = True  #: DistributedDataParallel can do it; otherwise the plain model's mean is the reference
+    tolerance: float = 0.0  #: of a gradient's relative difference
 
 
 #: For `Way.num_early`: a bucket that was launched too early was launched again, and waits for its hooks from then on.
@@ -309,9 +266,7 @@ BESIDE_PLAIN = {"is_ddps": False, "tolerance": 1e-6}
 WAYS = {
     "plain": Way(),
     "regulariser_built_before": Way(regulariser_built_before, ONE_WAITS),
-    "regulariser_first": Way(regulariser_first),
     "regulariser_last": Way(regulariser_last),
-    "contributor_on_one_rank": Way(only_then(regulariser_built_after, 0, [1]), ONE_WAITS),
     "contributor_that_appears": Way(only_then(regulariser_built_before), ONE_WAITS),
     "contributor_that_appears_on_one_rank": Way(only_then(regulariser_built_before, ranks=[1]), ONE_WAITS),
     "sparse_regulariser": Way(only_then(sparse_regulariser), 1, lambda: Table(33), **BESIDE_PLAIN),
@@ -330,7 +285,6 @@ WAYS = {
     "gradients_freed_in_between": Way(changed_in_between(lambda p: setattr(p, "grad", None), stride=2), TWICE),
     "gradients_zeroed_in_between": Way(changed_in_between(lambda p: p.grad.zero_()), TWICE),
     "tensor_hook_on_data_on_one_rank": Way(with_hook(lambda p: p.register_hook(halve_data), ranks=[1]), ONE_WAITS),
-    "hook_on_one_rank": Way(with_hook(lambda p: p.register_hook(only_look), ranks=[0]), ONE_WAITS),
     # For DistributedDataParallel's mean a hook after the node that comes after the wrapping is too late.
     "hook_after_the_node": Way(with_hook(shrink_after_the_node), ONE_WAITS, **BESIDE_PLAIN),
     "hook_before_the_node_on_data_on_one_rank": Way(
@@ -344,38 +298,39 @@ WAYS = {
     "backward_in_inference_mode": Way(backward_in_inference_mode, 0),
     "unscaled_and_clipped": Way(unscaled_and_clipped),
     "module_used_twice": Way(make=lambda: UsedTwice(33, 4)),
-    "tied_weights": Way(num_early=ONE_WAITS, make=lambda: Tied(33, 4)),
     "shared_gradients": Way(num_early=1, make=lambda: Shared(33)),
-    "channels_last": Way(make=lambda: Convolutions(torch.channels_last)),
-    "checkpoints": Way(make=lambda: Checkpoints(use_reentrant=False)),
-    "reentrant_checkpoints": Way(num_early=0, make=lambda: Checkpoints(use_reentrant=True)),
+    "reentrant_checkpoints": Way(num_early=0, make=lambda: Checkpoints(33, 4)),
 }
 
 
 class Trained(NamedTuple):
-    """The results of training on one rank.
+    """The results of training on one rank."""
 
-    Args:
-        worst: Largest relative difference of any gradient to the reference, bit for bit equal if 0.
-        num_early: How many buckets were launched inside compiled backwards, for each step.
-    """
+    worst: float  #: largest relative difference of any gradient to the reference, bit for bit equal if 0
+    num_early: tuple[int, ...]  #: buckets launched inside compiled backwards, for each step
 
-    worst: float
-    num_early: tuple[int, ...]
+
+def note_launches(model: Any, note: Callable[[Any], Any]) -> list[Any]:
+    """A list to which ``note(bucket)``, unless None, is appended when a bucket is launched."""
+    noted, launch = [], model.comm_algorithm.launch
+
+    def noting(bucket: Any, is_last: bool) -> Any:
+        if (found := note(bucket)) is not None:
+            noted.append(found)
+        return launch(bucket, is_last)
+
+    model.comm_algorithm.launch = noting
+    return noted
 
 
 def count_early(model: Any) -> list[int]:
     """A list to which the number of each bucket is appended that is launched inside a compiled backward."""
-    launched, launch = [], model.comm_algorithm.launch
 
-    def counted(bucket: Any, is_last: bool) -> Any:
+    def index_if_early(bucket: Any) -> int | None:
         node = torch._C._current_autograd_node()
-        if node is not None and node.name() == "CompiledFunctionBackward":
-            launched.append(bucket.spec.index)
-        return launch(bucket, is_last)
+        return bucket.spec.index if node is not None and node.name() == "CompiledFunctionBackward" else None
 
-    model.comm_algorithm.launch = counted
-    return launched
+    return note_launches(model, index_if_early)
 
 
 def train(

@@ -8,19 +8,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from beside import beside_plain, difference, one_backward, own_batch, pair, train_beside
+from beside import difference, one_backward, own_batch, pair, train_beside
 from in_ci import only
-from memory_of_buckets import assert_in_their_buckets
-from models import Mlp, largest, loss_of
+from models import Mlp, assert_in_their_buckets, largest, loss_of
 from rank_pool import on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
-
-
-def large_mlp() -> nn.Module:
-    """Twelve layers of 1 MiB and a little."""
-    return Mlp(width=512, num_layers=12)
 
 
 def deep_mlp() -> nn.Module:
@@ -63,23 +57,11 @@ def digests(model: Any) -> list[str]:
 
 
 @on_ranks(2)
-def test_plan_of_rank_0(each_split: str) -> None:
-    model, plain = beside_plain(large_mlp, bucket_cap_mb=1.0 if dist.get_rank() == 0 else 3.0)
-    assert train_beside((model, plain), width=512, rows=2) == [0.0] * 3
-    (graph,) = model.explain().graphs
-    assert len(model.bucket_plan.buckets) == 12 and len(set(digests(model))) == 1
-    if dist.get_rank() == 0:
-        assert len(graph.partitions) == (12 if each_split == "forward" else 1)
-    else:
-        assert len(graph.partitions) < 12
-
-
-@on_ranks(2)
 def test_recompiled_graph() -> None:
-    model = ddp_compile(large_mlp(), bucket_cap_mb=3.0, split="forward", backend="eager", dynamic=False)
+    model = ddp_compile(deep_mlp(), bucket_cap_mb=1.0, split="forward", backend="eager", dynamic=False)
     for rows in (2, 3):
         model.zero_grad()
-        loss_of(model(torch.randn(rows, 512))).backward()
+        loss_of(model(torch.randn(rows, 256))).backward()
     partitions = [len(graph.partitions) for graph in model.explain().graphs]
     num_buckets = len(model.bucket_plan.buckets)
     assert partitions == [num_buckets, num_buckets]
@@ -93,11 +75,7 @@ ONE_LAYER_MIB = 2000 / 2**20
 
 
 class Shuffled(nn.Module):
-    """Four layers, used after a compiled one, in another order than that of registration.
-
-    Args:
-        order: The order in which the layers are used; None for a different order on each rank.
-    """
+    """Four layers, used after a compiled one in this ``order``, or in a different one on each rank."""
 
     def __init__(self, order: tuple[int, ...] | None = (2, 0, 3, 1)) -> None:
         super().__init__()
@@ -127,8 +105,24 @@ def layers_of(model: nn.Module) -> list[str]:
     return ["+".join(sorted(names)) for names in layers]
 
 
-def train(order: tuple[int, ...] | None, **both: bool) -> tuple[list[int], list[str]]:
-    """The plan's generation after each step, and the layers of its buckets in the end; both are those of all ranks."""
+TAIL = ["eager.1", "eager.3", "eager.0", "eager.2", "compiled"]
+
+
+# The backward reaches the eager layers first, beginning with the one used last.
+@pytest.mark.parametrize(
+    ("order", "both", "generation", "layers"),
+    [
+        ((2, 0, 3, 1), {"gradient_as_bucket_view": True}, 1, TAIL),
+        ((2, 0, 3, 1), {"gradient_as_bucket_view": False}, 1, TAIL),
+        (None, {}, 1, ["eager.3", "eager.2", "eager.1", "eager.0", "compiled"]),  # the order of rank 0
+        ((2, 0, 3), {"static_graph": True}, 1, ["eager.3", "eager.0", "eager.2", "compiled", "eager.1"]),
+        ((2, 0, 3, 1), {"find_unused_parameters": True}, 0, None),
+    ],
+)
+@on_ranks(2)
+def test_eager_tail_is_rebuilt(
+    order: Any, both: dict[str, bool], generation: int, layers: Any, each_split: str
+) -> None:
     models = make(order, **both)
     generations = []
 
@@ -139,29 +133,8 @@ def train(order: tuple[int, ...] | None, **both: bool) -> tuple[list[int], list[
 
     assert largest(train_beside(models, step_of, 4, width=WIDTH, rows=5)) < 1e-6
     assert len(set(digests(models[0]))) == 1
-    return generations, layers_of(models[0])
-
-
-@pytest.mark.parametrize("as_view", [True, False])
-@on_ranks(2)
-def test_eager_tail_is_rebuilt(as_view: bool, each_split: str) -> None:
-    generations, layers = train((2, 0, 3, 1), gradient_as_bucket_view=as_view)
-    assert generations == [1, 1, 1, 1]
-    # The backward reaches the eager layers first, beginning with the one used last.
-    assert layers == ["eager.1", "eager.3", "eager.0", "eager.2", "compiled"]
-
-
-@on_ranks(3)
-def test_rebuilt_in_the_order_of_rank_0(each_split: str) -> None:
-    assert train(None)[1] == ["eager.3", "eager.2", "eager.1", "eager.0", "compiled"]
-
-
-@on_ranks(2)
-def test_not_rebuilt_with_unused_parameters(each_split: str) -> None:
-    assert train((2, 0, 3, 1), find_unused_parameters=True)[0] == [0, 0, 0, 0]
-    generations, layers = train((2, 0, 3), static_graph=True)
-    assert generations == [1, 1, 1, 1]
-    assert layers == ["eager.3", "eager.0", "eager.2", "compiled", "eager.1"]
+    assert generations == [generation] * 4
+    assert layers is None or layers_of(models[0]) == layers
 
 
 @on_ranks(2)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import beside_plain, of_all_ranks, one_backward, own_batch, pair, train_beside
-from models import Mlp, largest, loss_of, relative_difference
+from beside import of_all_ranks, one_backward, own_batch, pair
+from models import Mlp, Scaled, largest, loss_of, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 
@@ -20,16 +21,6 @@ WIDTH = 9
 
 def batch_norms() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp(WIDTH, 2)
-        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * self.scale
 
 
 class Cached(nn.Module):
@@ -55,8 +46,9 @@ class NoneAtFirst(nn.Linear):
         return super().forward(x) if self.cache is None else super().forward(x) * self.cache
 
 
-def train_batch_norms(broadcast_buffers: bool, accumulates: bool) -> tuple[float, float, int]:
-    """The difference to DistributedDataParallel's buffers, that to rank 0's, and how many broadcasts there were."""
+@pytest.mark.parametrize(("broadcast_buffers", "accumulates"), [(True, False), (False, False), (True, True)])
+@on_ranks(2)
+def test_broadcast_buffers(broadcast_buffers: bool, accumulates: bool, each_split: str) -> None:
     ours, theirs = pair(batch_norms, {"broadcast_buffers": broadcast_buffers})
     broadcast = mock.Mock(wraps=torch_internals.broadcast_coalesced)
     with mock.patch.object(torch_internals, "broadcast_coalesced", broadcast):
@@ -66,29 +58,45 @@ def train_batch_norms(broadcast_buffers: bool, accumulates: bool) -> tuple[float
                     with model.no_sync():
                         one_backward(model, own_batch(10 + step, WIDTH))
                 one_backward(model, own_batch(step, WIDTH))
-    assert all(len(call.args[1]) == 6 for call in broadcast.call_args_list)  # all of them at once
+    assert [len(call.args[1]) for call in broadcast.call_args_list] == [6] * (3 if broadcast_buffers else 0)
     buffers = zip(ours.buffers(), theirs.buffers(), strict=True)
     worst = largest(relative_difference(a.float(), b.float()) for a, b in buffers)
-    return worst, relative_difference(ours[0].running_mean, of_all_ranks(ours[0].running_mean)[0]), broadcast.call_count
-
-
-@pytest.mark.parametrize("broadcast_buffers", [True, False])
-@on_ranks(2)
-def test_broadcast_buffers(broadcast_buffers: bool, each_split: str) -> None:
-    worst, to_rank_0s, num_broadcasts = train_batch_norms(broadcast_buffers, accumulates=False)
-    assert worst < 1e-6
-    assert num_broadcasts == (3 if broadcast_buffers else 0)
-    # After the last broadcast every rank continues with its own batches.
-    assert dist.get_rank() == 0 or to_rank_0s > 0.01
-
-
-@on_ranks(2)
-def test_no_broadcast_in_no_sync(each_split: str) -> None:
-    worst, _, num_broadcasts = train_batch_norms(broadcast_buffers=True, accumulates=True)
-    assert num_broadcasts == 3
     # DistributedDataParallel broadcasts before the first forward in no_sync, and not before the synchronized one. That
     # makes no difference to rank 0, whose statistics all ranks get.
-    assert worst < 1e-6 if dist.get_rank() == 0 else worst > 0.01
+    assert worst < 1e-6 if dist.get_rank() == 0 or not accumulates else worst > 0.01
+    # After the last broadcast every rank continues with its own batches.
+    to_rank_0s = relative_difference(ours[0].running_mean, of_all_ranks(ours[0].running_mean)[0])
+    assert dist.get_rank() == 0 or accumulates or to_rank_0s > 0.01
+
+
+@on_ranks(2)
+def test_which_forwards_broadcast() -> None:
+    """Those with gradients, outside ``no_sync``, in either mode of the module and inside a transform."""
+    model, own, x = ddp_compile(Scaled(WIDTH), backend="eager"), dist.get_rank() + 1.0, own_batch(0, WIDTH)
+
+    def scale_after(use: Callable[[Any, Tensor], Any]) -> float:
+        model.scale.fill_(own)
+        use(model, x)
+        return float(model.scale[0])
+
+    def call(model: Any, x: Tensor) -> Any:
+        return model(x)
+
+    def slope(model: Any, x: Tensor) -> None:
+        """DistributedDataParallel raises, since it writes to buffers inside the transform."""
+        loss_of(torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]).backward()
+
+    assert scale_after(one_backward) == 1.0
+    with model.no_sync():
+        assert scale_after(call) == own
+    with torch.no_grad():
+        assert scale_after(call) == own
+    assert scale_after(one_backward) == 1.0  # which DistributedDataParallel leaves out after a forward like that
+    assert scale_after(slope) == 1.0
+    model.eval()
+    with torch.no_grad():
+        assert scale_after(call) == own
+    assert scale_after(call) == 1.0
 
 
 @pytest.mark.parametrize("init_sync", [True, False])
@@ -102,66 +110,6 @@ def test_init_sync(init_sync: bool) -> None:
     seen = {name: float(tensor.flatten()[0]) for name, tensor in model.state_dict().items()}
     assert seen.pop("2.running_mean") == own
     assert set(seen.values()) == {1.0 if init_sync else own}
-
-
-@on_ranks(2)
-def test_which_forwards_broadcast() -> None:
-    """Those with gradients, outside ``no_sync``, in either mode of the module."""
-    model = ddp_compile(Scaled(), backend="eager", fullgraph=True)
-    own = dist.get_rank() + 1.0
-    model.scale.fill_(own)
-    one_backward(model, own_batch(0, WIDTH))
-    assert float(model.scale[0]) == 1.0
-    model.scale.fill_(own)
-    with model.no_sync():
-        model(own_batch(1, WIDTH))
-    assert float(model.scale[0]) == own
-    model.eval()
-    with torch.no_grad():
-        model(own_batch(1, WIDTH))
-    assert float(model.scale[0]) == own
-    model(own_batch(1, WIDTH))
-    assert float(model.scale[0]) == 1.0
-
-
-@on_ranks(2)
-def test_broadcast_after_a_forward_without_gradients() -> None:
-    """DistributedDataParallel leaves out the broadcast of the next training forward, if it was in training mode."""
-    ours, theirs = pair(Scaled)
-    seen = []
-    for model, buffer in ((ours, ours.scale), (theirs, theirs.module.scale)):
-        one_backward(model, own_batch(0, WIDTH))
-        with torch.no_grad():
-            model(own_batch(1, WIDTH))
-        buffer.fill_(dist.get_rank() + 1.0)
-        one_backward(model, own_batch(2, WIDTH))
-        seen.append(float(buffer[0]))
-    assert seen == [1.0, dist.get_rank() + 1.0]
-
-
-@on_ranks(2)
-def test_jvp() -> None:
-    """DistributedDataParallel raises, since it writes to buffers inside the transform."""
-    ours, theirs = pair(Scaled)
-
-    def slope(model: Any) -> Tensor:
-        x = own_batch(0, WIDTH)
-        return loss_of(torch.func.jvp(model, (x,), (torch.ones_like(x),))[1])
-
-    with pytest.raises(RuntimeError, match="in-place operation"):
-        slope(theirs)
-    ours.scale.fill_(dist.get_rank() + 1.0)
-    slope(ours).backward()
-    assert float(ours.scale[0]) == 1.0
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_buffers_grow() -> None:
-    ours, plain = beside_plain(Cached)
-    for rows in (4, 6, 5):
-        assert max(train_beside((ours, plain), num_steps=2, width=WIDTH, rows=rows, lr=0.1)) < 1e-5
-    assert ours.positions.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @on_ranks(2)

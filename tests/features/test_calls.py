@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
-from beside import beside_plain, one_backward, own_batch, pair, seeded, train_beside
-from models import Mlp, assert_buckets_launched_early
-from rank_pool import Ranks, on_ranks
+import torch.distributed.autograd as dist_autograd
+from beside import beside_plain, one_backward, own_batch, seeded, train_beside
+from models import Mlp, Scaled, assert_buckets_launched_early
+from process_copies import run_in_copy
+from rank_pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_compile import ddp_compile
+from ddp_compile import ReplicationError, ddp_compile
 
 WIDTH, NUM_STEPS = 16, 5
 CAP_MB = 0.0015  # a layer
@@ -27,18 +31,6 @@ CAP_MB = 0.0015  # a layer
 
 def mlp() -> nn.Module:
     return Mlp(WIDTH, num_layers=3)
-
-
-class Scaled(nn.Module):
-    """With a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = mlp()
-        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * self.scale
 
 
 # Tensors that stand in for parameters
@@ -58,11 +50,8 @@ def swap_at_times(model: Any, x: Tensor, step: int) -> None:
 
 @on_ranks(2)
 def test_functional_call_trains() -> None:
-    for models in (pair, beside_plain):
-        both = models(mlp, bucket_cap_mb=CAP_MB, split="backward")
-        assert max(train_beside(both, swap_at_times, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
-        torch._dynamo.reset()
-        both[0].unwrap()
+    models = beside_plain(mlp, bucket_cap_mb=CAP_MB, split="backward")
+    assert max(train_beside(models, swap_at_times, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
 
 
 # Modes and transforms, under which nothing can be compiled
@@ -116,7 +105,7 @@ def warnings_of(name: str) -> Iterator[list[str]]:
 @on_ranks(2)
 def test_modes_and_transforms(call: str) -> None:
     """A call that cannot be compiled runs uncompiled, with exact gradients, also on one rank alone."""
-    ours, plain = beside_plain(Scaled, bucket_cap_mb=CAP_MB, split="backward")
+    ours, plain = beside_plain(lambda: Scaled(WIDTH, 3), bucket_cap_mb=CAP_MB, split="backward")
 
     def step_of(model: Any, x: Tensor, step: int) -> None:
         is_it = step == 0 or (step == 2 and dist.get_rank() == 0)
@@ -161,7 +150,7 @@ def test_checkpoint_under_a_mode(reentrant: bool) -> None:
 def test_export() -> None:
     """Nothing is broadcast into the exported program, however many forwards came before."""
     for num_before in range(3):
-        model = ddp_compile(Scaled(), backend="aot_eager")
+        model = ddp_compile(Scaled(WIDTH, 3), backend="aot_eager")
         for _ in range(num_before):
             one_backward(model, own_batch(0, WIDTH))
         program = torch.export.export(model, (own_batch(0, WIDTH),))
@@ -246,30 +235,61 @@ def test_distribution_as_output() -> None:
 # Warnings
 
 
-@torch.compiler.set_stance("force_eager")
-def warnings_of_no_sync(alone: str) -> list[str]:
-    """Two steps in which the forward or the backward alone is inside ``no_sync``; what is logged on this rank."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ddp_compile").addHandler(handler)
-    model = ddp_compile(nn.Linear(1, 1, bias=False), backend="eager")
-    for _ in range(2):
-        model.zero_grad()
-        with model.no_sync() if alone == "forward" else contextlib.nullcontext():
-            output = model(torch.full((1, 1), float(dist.get_rank())))
-        with model.no_sync() if alone == "backward" else contextlib.nullcontext():
-            output.backward()
-        assert model.weight.grad.item() == (0.5 if alone != "forward" else dist.get_rank())
-    logging.getLogger("ddp_compile").removeHandler(handler)
-    return said
-
-
 @pytest.mark.parametrize(
-    ("alone", "is_reduced"), [("forward", "outside no_sync() is not"), ("backward", "inside no_sync() is")]
+    ("alone", "said"),
+    [
+        ("forward", "rank 0: a backward outside no_sync() is not reduced, since the last forward was "),
+        ("backward", "rank 0: a backward inside no_sync() is reduced, since the last forward was "),
+        ("nothing", None),
+    ],
 )
-def test_half_in_no_sync(alone: str, is_reduced: str, ranks: Ranks) -> None:
-    (warning,), on_rank_1 = ranks(2).run(warnings_of_no_sync, alone)
-    assert warning.startswith(f"rank 0: a backward {is_reduced} reduced, since the last forward was ")
-    assert on_rank_1 == []
-    assert ranks(2).run(warnings_of_no_sync, "nothing") == [[], []]
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_half_in_no_sync(alone: str, said: str | None) -> None:
+    """In two steps the forward or the backward alone; only rank 0 warns, once."""
+    with warnings_of("ddp_compile") as warnings:
+        model = ddp_compile(nn.Linear(1, 1, bias=False), backend="eager")
+        for _ in range(2):
+            model.zero_grad()
+            with model.no_sync() if alone == "forward" else contextlib.nullcontext():
+                output = model(torch.full((1, 1), float(dist.get_rank())))
+            with model.no_sync() if alone == "backward" else contextlib.nullcontext():
+                output.backward()
+            assert model.weight.grad.item() == (0.5 if alone != "forward" else dist.get_rank())
+    assert len(warnings) == (said is not None and dist.get_rank() == 0)
+    assert all(each.startswith(str(said)) for each in warnings)
+
+
+# ``torch.distributed.autograd`` keeps gradients in its context: unreduced gradients there do not go unnoticed.
+
+
+def train_in_a_context(folder: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "group"), 1), rank=0, world_size=1)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'rpc'}")
+    rpc.init_rpc("trainer", rank=0, world_size=1, rpc_backend_options=options)
+    plain = nn.Linear(3, 2)
+    model = ddp_compile(nn.Linear(3, 2), backend="eager")
+    model.load_state_dict(plain.state_dict())
+    x = torch.ones(4, 3)
+    plain(x).sum().backward()
+    model(x).sum().backward()  # RPC alone changes nothing
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    with dist_autograd.context() as context:
+        with pytest.raises(ReplicationError, match=r"rank 0: a forward was called inside torch\.distributed\.autograd"):
+            model(x)
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+        with model.no_sync():  # the way out
+            dist_autograd.backward(context, [model(x).sum()])
+        assert torch.equal(dist_autograd.get_gradients(context)[model.weight], plain.weight.grad)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    rpc.shutdown()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not rpc.is_available(), reason="a torch without RPC has no distributed autograd")
+def test_forward_in_a_context(tmp_path: Path) -> None:
+    ended = run_in_copy(train_in_a_context, tmp_path)
+    assert ended.exit_code == 0, ended.stderr

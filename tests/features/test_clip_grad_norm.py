@@ -14,7 +14,6 @@ import torch.distributed as dist
 from in_ci import only
 from rank_pool import on_ranks
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddp_compile import ReductionError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, LocalSGD
@@ -46,7 +45,6 @@ class Way(NamedTuple):
     norm_type: float = 2.0
     num_local: int = 0  #: backwards inside ``no_sync`` before the one that is reduced
     num_reduced: int = 1
-    prepare: Callable[[Any], object] = lambda model: None
     change: Callable[[Any], object] = lambda model: None  #: gradients before they are clipped
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     tolerance: float = 1e-6
@@ -71,18 +69,11 @@ def replace(model: Any) -> None:
 
 
 WAYS = {
-    "default": Way(),
-    "forward": Way({"split": "forward"}),
-    "backward": Way({"split": "backward"}),
-    "inductor": Way({"split": "backward", "backend": "inductor"}),
     "largest value": Way(norm_type=math.inf),
     "order 1": Way(norm_type=1.0),
     "nothing to clip": Way(max_norm=1e6),
-    "copies": Way({"gradient_as_bucket_view": False}),
-    "lazy buckets": Way({"lazy_bucket_allocation": True}),
     "accumulation": Way(num_local=2),
     "two reductions": Way(num_reduced=2),
-    "comm hook": Way(prepare=lambda model: model.register_comm_hook(None, allreduce_hook)),
     "byte_grad": Way({"algorithm": ByteGrad()}),
     "local_sgd": Way({"algorithm": LocalSGD(period=2)}),
     "changed": Way(change=halve),
@@ -113,7 +104,6 @@ def test_as_torch_does(name: str) -> None:
         net.sometimes = nn.Identity()
     net._ddp_params_and_buffers_to_ignore = ["ignored"]
     model: Any = ddp_compile(net, **settings)
-    way.prepare(model)
     for step in range(4):
         model.zero_grad(set_to_none=step % 2 == 0)
         for backward in range(way.num_local + way.num_reduced):

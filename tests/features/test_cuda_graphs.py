@@ -1,15 +1,14 @@
 """What mode="reduce-overhead" would record as CUDA graphs: our operators stay between the recorded partitions.
 
-A CUDA graph copies each input that is neither a parameter nor a result of another graph into memory of its own, and
-returns that memory. Here inductor is told that nodes run on a GPU, so it partitions graphs as it does for CUDA graphs.
-Each partition is then called as torch/_inductor/cudagraph_trees.py (2.13) calls a graph, on the CPU.
+Here inductor is told that nodes run on a GPU, so it partitions graphs as it does for CUDA graphs, on the CPU. That
+buckets leave early between recorded graphs, on a GPU: tests/gpu/test_two_ranks_on_one_gpu.py.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -23,59 +22,21 @@ import torch._inductor.utils as inductor_utils
 from beside import average, own_batch, seeded
 from rank_pool import on_ranks
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from ways_to_train import count_early
 
 from ddp_compile import ddp_compile, shard_optimizer
 
 WIDTH, NUM_LAYERS, NUM_STEPS = 32, 6, 4
 BUCKET_CAP_MB = 2 * (WIDTH * WIDTH + WIDTH) * 4 / 2**20  # two layers
-#: The input of the model, and the gradient of its output.
-COPIED_IN_ANY_CASE = 2 * 4 * WIDTH
-
-
-class Graphs:
-    """Stands in for the CUDA graphs of a model's partitions."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._results: dict[int, StorageWeakRef] = {}  #: of graphs, by address
-        self.num_copied = 0  #: elements
-
-    def _is_static(self, tensor: Tensor, parameters: set[int]) -> bool:
-        address = tensor.data_ptr()
-        known = self._results.get(address)
-        return address in parameters or (known is not None and not known.expired())
-
-    def record(self, partition: Callable[..., Any], metadata: Any) -> Callable[..., Any]:
-        def replay(inputs: list[Any]) -> Any:
-            parameters = {parameter.data_ptr() for parameter in self._model.parameters()}
-            own = [
-                each if not isinstance(each, Tensor) or self._is_static(each, parameters) else self._copy(each)
-                for each in inputs
-            ]
-            inputs.clear()
-            outputs = partition(own)
-            for output in outputs:
-                if isinstance(output, Tensor):
-                    self._results[output.data_ptr()] = StorageWeakRef(output.untyped_storage())
-            return outputs
-
-        return replay
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        self.num_copied += tensor.numel()
-        return tensor.clone()
 
 
 @contextmanager
-def partitioned_as_for_a_gpu(graphs: Graphs) -> Iterator[None]:
+def partitioned_as_for_a_gpu() -> Iterator[None]:
     torch._dynamo.reset()
     with (
         inductor_config.patch({"graph_partition": True, "triton.cudagraphs": True, "fx_graph_cache": False}),
         functorch_config.patch(enable_autograd_cache=False),
         patch.object(scheduler.BaseSchedulerNode, "is_gpu", lambda node: True),
-        patch.object(inductor_utils._unstable_customized_partition_wrapper, "wrapper", graphs.record),
     ):
         yield
     torch._dynamo.reset()
@@ -122,8 +83,7 @@ def test_operators_outside_cuda_graphs(way: str) -> None:
     settings, is_sharded, expected = WAYS[way]
     plain = seeded(blocks)
     module = copy.deepcopy(plain)
-    graphs = Graphs(module)
-    with partitioned_as_for_a_gpu(graphs):
+    with partitioned_as_for_a_gpu():
         model = ddp_compile(module, bucket_cap_mb=BUCKET_CAP_MB, backend="inductor", **settings)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
         if is_sharded:
@@ -131,7 +91,6 @@ def test_operators_outside_cuda_graphs(way: str) -> None:
 
         def train() -> None:
             for step in range(NUM_STEPS):
-                graphs.num_copied = 0
                 for each, optimizer in zip((model, plain), optimizers, strict=True):
                     optimizer.zero_grad()
                     each(own_batch(step, WIDTH)).square().mean().backward()
@@ -143,7 +102,6 @@ def test_operators_outside_cuda_graphs(way: str) -> None:
         launched = count_early(model)
         train()
     assert operators_in(codes) == (expected, set())
-    assert graphs.num_copied <= COPIED_IN_ANY_CASE
     num_early = len(model.bucket_plan.buckets) - 1 if settings.get("split") == "backward" else 0
     assert len(launched) == NUM_STEPS * num_early
     for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):

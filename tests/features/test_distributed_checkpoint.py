@@ -93,29 +93,17 @@ def load(path: str, by_ddp: bool = False) -> Trained:
     return training.result()
 
 
-def test_asynchronous_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    two = ranks(2)
-    through = two.run(save, str(tmp_path), False, True)
-    assert two.run(load, str(tmp_path)) == through
-
-
-def test_other_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    through = ranks(2).run(save, str(tmp_path), False, False)[0]
-    for size in (1, 3):
-        for found in ranks(size).run(load, str(tmp_path)):
-            differences = [
-                relative_difference(torch.tensor(ours), torch.tensor(theirs))
-                for ours, theirs in zip(found, through, strict=True)
-            ]
-            assert max(differences) < 1e-4, (size, differences)
-
-
-def test_checkpoints_are_ddps(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
+    """Of ours, saved meanwhile, and of DistributedDataParallel; read by either, and by other numbers of ranks."""
     two, ours, theirs = ranks(2), str(tmp_path / "ours"), str(tmp_path / "theirs")
     through = two.run(save, theirs, True, False)
-    assert two.run(save, ours, False, False) == through
-    assert two.run(load, ours, by_ddp=True) == through
-    assert two.run(load, theirs, by_ddp=False) == through
+    assert two.run(save, ours, False, True) == through
+    assert two.run(load, ours) == two.run(load, ours, by_ddp=True) == two.run(load, theirs) == through
+    for size in (1, 3):
+        for found in ranks(size).run(load, ours):
+            pairs = zip(found, through[0], strict=True)
+            differences = [relative_difference(torch.tensor(found), torch.tensor(kept)) for found, kept in pairs]
+            assert max(differences) < 1e-4, (size, differences)
 
 
 @on_ranks(2)

@@ -70,21 +70,6 @@ def test_part_that_was_exposed() -> None:
     assert max(train(TwoParts, backward_by_parts)) < 1e-6
 
 
-def run_eagerly_on_rank_0(model: Any, x: Tensor, step: int) -> None:
-    is_eager = step == 3 and dist.get_rank() == 0
-    with torch.compiler.set_stance("force_eager" if is_eager else "default"):
-        loss = loss_of(model(x))
-        if step == 3 and dist.get_rank() == 1:
-            loss = loss + model.layers[1].weight.square().sum()
-        loss.backward()
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_launched_by_hooks_elsewhere() -> None:
-    assert train(lambda: Mlp(WIDTH, 4), run_eagerly_on_rank_0) == [0.0] * 5
-
-
 class Skips(nn.Module):
     """A branch that rank 1 leaves out, in separate frames."""
 
@@ -112,40 +97,6 @@ def skip_and_look(model: Any, x: Tensor, step: int) -> None:
 @on_ranks(2)
 def test_zeros_sent_again() -> None:
     assert max(train(Skips, skip_and_look, find_unused_parameters=True)) < 1e-6
-
-
-class CompiledLate(nn.Module):
-    """Nothing of it is compiled in the first iteration, in which `use_a_parameter_twice` runs it eagerly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Mlp(WIDTH, 2) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_graphs_compiled_later() -> None:
-    models = beside_plain(CompiledLate, bucket_cap_mb=CAP_MB)
-    launched, num_early = count_early(models[0]), []
-
-    def use_a_parameter_twice(model: Any, x: Tensor, step: int) -> None:
-        with torch.compiler.set_stance("force_eager" if step == 0 else "default"):
-            loss = loss_of(model(x))
-        if step == 2:  # the bucket has been launched by then
-            loss = loss + model.layers[0].layers[1].weight.square().sum()
-        launched.clear()
-        loss.backward()
-        if model is models[0]:
-            num_early.append(len(launched))
-
-    assert train_beside(models, use_a_parameter_twice, 5, width=WIDTH, rows=6) == [0.0] * 5
-    # Iterations 1, 2 and 4 are agreement points.
-    assert num_early == [0, 0, 3, 2, 2]
 
 
 class Block(nn.Module):
@@ -183,38 +134,6 @@ def use_more_blocks(model: Any, x: Tensor, step: int) -> None:
 def test_one_graph_of_several_modules() -> None:
     """It hands over the buckets of the module that it runs for, and of no other one."""
     assert max(train(SharesOneFrame, use_more_blocks, find_unused_parameters=True)) < 1e-6
-
-
-class KeepsLoss(nn.Module):
-    """A loss that is left on the module, made by a frame that no output leads to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        self.loss = self.loss_beside(x)
-        return x
-
-    @torch.compiler.disable(recursive=False)
-    def loss_beside(self, x: Tensor) -> Tensor:
-        return self.frame(x)
-
-    def frame(self, x: Tensor) -> Tensor:
-        return (torch.tanh(x @ self.table) * x).tanh().square().mean()
-
-
-def use_kept_loss(model: Any, x: Tensor, step: int) -> None:
-    (loss_of(model(x)) + model.loss).backward()
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_bucket_that_no_output_leads_to() -> None:
-    assert max(train(KeepsLoss, use_kept_loss, find_unused_parameters=True)) < 1e-6
 
 
 # Backwards with operators of their own.

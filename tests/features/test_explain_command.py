@@ -23,10 +23,7 @@ ROOT = Path(__file__).parents[2]
 CASES = [(name, way) for name in ("layers", "tied", "broken") for way in ("forward", "backward")]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    only([("broken", "backward")], CASES),
-)
+@pytest.mark.parametrize(("name", "way"), only([("broken", "backward")], CASES))
 def test_explain_as_training(name: str, way: str, ranks: Ranks) -> None:
     trained, _ = map(Explanation.from_json, ranks(2).run(train, name, way, "aot_eager"))
     traced = explain_function(f"explained:{name}", 2, {"split": way, "bucket_cap_mb": CAP_MIB})
@@ -35,7 +32,7 @@ def test_explain_as_training(name: str, way: str, ranks: Ranks) -> None:
     assert any(launch.is_early for launch in traced.launches)
     if (name, way) == ("broken", "backward"):
         assert "bucket 3 not launched early: another gradient came after it had been launched" in str(traced)
-        assert "\nthe first graph break: " in str(traced) and traced.in_no_graph
+        assert "\nthe first graph break: " in str(traced) and " in no graph" in str(traced)
 
 
 def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
@@ -51,10 +48,7 @@ def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (
-            "explained:wrong_shape",
-            ["the forward raised", "RuntimeError: ", "X [64, 64]", "torch.tanh(layer(x))"],
-        ),
+        ("explained:wrong_shape", ["the forward raised", "RuntimeError: ", "X [64, 64]", "torch.tanh(layer(x))"]),
         (
             "explained:no_inputs",
             ["the forward without inputs (to pass some, return", "TypeError: ", "missing 1 required"],
@@ -70,7 +64,6 @@ def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
         ("explained:lazy", ["nn.Linear(8, 4) instead of nn.LazyLinear(4)", "nn.Sequential(nn.LazyLinear"]),
         ("explained:frozen", ["explain: the module has no parameter that requires a gradient"]),
         ("explained:a_number", ["returns an int; it must return a module, (module, inputs), (module, args, kwargs)"]),
-        ("explained:three_inputs", ["returns (Layers, int, int); it must return"]),
         ("explained:missing", ["function 'explained:missing' cannot be imported"]),
         ("no_such_module:f", ["No module named 'no_such_module'"]),
         ("tests/explained.py:layers", ["has a path before the colon; pass tests.explained:layers, the module's name"]),

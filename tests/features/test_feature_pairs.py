@@ -109,14 +109,7 @@ CALLS: Mapping[Feature, Callable[[Any, Any], object]] = {
     Feature.MANUAL_FINALIZATION: lambda model, optimizer: setattr(model, "require_manual_backward_finalization", True),
 }
 #: Part of how `train` and `make` do it.
-WAYS = (
-    Feature.PROCESS_GROUP,
-    Feature.DEVICE_MESH,
-    Feature.DELAYED,
-    Feature.NO_SYNC,
-    Feature.NORMALIZE,
-    Feature.JOIN,
-)
+WAYS = (Feature.PROCESS_GROUP, Feature.DEVICE_MESH, Feature.DELAYED, Feature.NO_SYNC, Feature.NORMALIZE, Feature.JOIN)
 #: Tried where those libraries are, tests/integrations.
 ELSEWHERE = (Feature.ACCELERATE, Feature.LIGHTNING, Feature.KEEPS_STATE)
 #: Features that one cannot have without others.

@@ -12,11 +12,10 @@ from beside import own_batch, pair, seeded, train_beside
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import GradientArrivalError, ddp_compile
+from ddp_compile import ddp_compile
 
 
 def small_mlp() -> nn.Module:
@@ -25,34 +24,6 @@ def small_mlp() -> nn.Module:
 
 def shrink(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(0.01)  # type: ignore[union-attr]
-
-
-@pytest.mark.usefixtures("each_split")
-@on_ranks(2)
-def test_nodes_stay_alive() -> None:
-    model = ddp_compile(small_mlp(), backend="aot_eager")
-    calls = []
-    for parameter in model.parameters():
-        get_gradient_edge(parameter).node.register_hook(lambda *_: calls.append(1))
-    for _ in range(3):
-        loss_of(model(torch.randn(4, 7))).backward()
-    assert len(calls) == 3 * len(list(model.parameters()))
-
-
-@pytest.mark.parametrize("on_node", [True, False])
-@pytest.mark.usefixtures("each_split")
-@on_ranks(2)
-def test_hook_that_clears_gradients(on_node: bool) -> None:
-    """As that of an optimizer that steps inside the backward."""
-    model = ddp_compile(small_mlp(), backend="aot_eager", bucket_cap_mb=1e-4)
-    for parameter in model.parameters():
-        clear = lambda *_, p=parameter: setattr(p, "grad", None)  # noqa: E731
-        if on_node:
-            get_gradient_edge(parameter).node.register_hook(clear)
-        else:
-            parameter.register_post_accumulate_grad_hook(clear)
-    with pytest.raises(GradientArrivalError, match=r"layers\.\d\.\w+ was set to None before it was averaged"):
-        loss_of(model(torch.randn(4, 7))).backward()
 
 
 # Hooks that are registered after the forward, as in a `with clipping():` around the backward.

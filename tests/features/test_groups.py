@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from queue import Queue
 from typing import Any, TypeVar
 
 import pytest
@@ -27,11 +26,7 @@ WIDTH, NUM_STEPS, THREAD_TIMEOUT_S = 9, 4, 60
 
 
 class AllReduced(nn.Module):
-    """Averages outputs of all layers but the last over a group, like a synchronized BatchNorm; so does its backward.
-
-    Args:
-        group: The ranks.
-    """
+    """Averages outputs of all layers but the last over a group, like a synchronized BatchNorm; so does its backward."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -92,20 +87,11 @@ def in_one_backward(by_ddp: bool) -> list[Gradients]:
     return train(models, lambda x: loss_of(models[0](x)) + loss_of(models[1](x)))
 
 
-def in_one_group(by_ddp: bool) -> list[Gradients]:
-    """The same in one group, in which the collectives of both have one order on all ranks."""
-    models = [replicate(by_ddp, dist.group.WORLD, number) for number in (0, 1)]
+def with_collectives_in_its_group(by_ddp: bool) -> list[Gradients]:
+    """Two models in one group, in which the collectives of both have one order on all ranks."""
+    own = dist.group.WORLD
+    models = [replicate(by_ddp, own, 2, lambda: AllReduced(own)), replicate(by_ddp, own)]
     return train(models, lambda x: loss_of(models[1](models[0](x))))
-
-
-def with_collectives_in_its_group(by_ddp: bool, own: Any = None) -> list[Gradients]:
-    own = own or dist.group.WORLD
-    models = [replicate(by_ddp, own, 2, lambda: AllReduced(own)), replicate(by_ddp, dist.group.WORLD)]
-    return train(models, lambda x: loss_of(models[1](models[0](x))))
-
-
-def with_collectives_in_another_group(by_ddp: bool) -> list[Gradients]:
-    return with_collectives_in_its_group(by_ddp, dist.new_group())
 
 
 # Threads.
@@ -162,52 +148,23 @@ def two_in_two_threads(by_ddp: bool) -> list[list[Gradients]]:
     return in_threads(lambda: train_one(0), lambda: train_one(1))
 
 
-def evaluates_in_a_loader(by_ddp: bool) -> list[Gradients]:
-    """A thread prepares batches with the module itself, while the main one trains it."""
-    model = replicate(by_ddp)
-    batches = [own_batch(step, WIDTH) for step in range(NUM_STEPS)]
-    prepared: Queue[Tensor] = Queue(maxsize=2)
-
-    def prepare() -> None:
-        for x in batches:
-            with torch.no_grad():
-                # Not DistributedDataParallel itself, which would broadcast its buffers, if it had some.
-                made = (model.module if by_ddp else model)(x)
-            prepared.put(x + 0 * made)
-
-    def train_prepared() -> list[Gradients]:
-        seen = []
-        for _ in range(NUM_STEPS):
-            model.zero_grad()
-            loss_of(model(prepared.get(timeout=THREAD_TIMEOUT_S))).backward()
-            seen.append(gradients(model))
-        return seen
-
-    return in_threads(train_prepared, prepare)[0]  # type: ignore[return-value]
-
-
 #: Number of ranks, and how they train.
 WAYS: dict[str, tuple[int, Callable[[bool], Any]]] = {
     "on two of three": (3, on_two_of_three),
     "in two groups that share a rank": (3, in_two_groups_that_share_a_rank),
     "in one backward": (2, in_one_backward),
-    "in one group": (2, in_one_group),
     "with collectives in its group": (2, with_collectives_in_its_group),
-    "with collectives in another group": (2, with_collectives_in_another_group),
     "in changing threads": (2, in_changing_threads),
     "in two threads": (2, two_in_two_threads),
-    "in a loader's thread": (2, evaluates_in_a_loader),
 }
-#: `test_iteration_message` has two models in one group too, in one backward.
-LONG = ["in two groups that share a rank", "in one group", "with collectives in another group", "in a loader's thread"]
 #: Dynamo of torch 2.11 refuses collectives in a graph (the error is in compile/test_compile_failures.py), and
 #: crashes if two threads compile any two modules.
 NOT_WITH_2_11 = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 cannot do it")
 
 
 def marks_of(way: str) -> list[pytest.MarkDecorator]:
-    old = any(word in way for word in ("collectives", "two threads", "loader"))
-    return [*([NOT_WITH_2_11] if old else []), *([pytest.mark.long] if way in LONG else [])]
+    old = any(word in way for word in ("collectives", "two threads"))
+    return [*([NOT_WITH_2_11] if old else []), *([pytest.mark.long] if "share a rank" in way else [])]
 
 
 def both(way: str) -> tuple[Any, Any]:

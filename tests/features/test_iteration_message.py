@@ -1,4 +1,4 @@
-"""The message after the buckets: at most one in an iteration, and none if nothing is new."""
+"""The message after the buckets, at most one in an iteration and none if nothing is new; our own process groups."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rank_pool import Ranks, on_ranks
 from ddp_compile import ddp_compile
 from ddp_compile.runtime.comm import process_groups, streams
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
+from ddp_compile.runtime.comm.process_groups import group_of, own_group
 
 NUM_STEPS = 6
 
@@ -86,3 +87,17 @@ def test_group_of_hosts(ranks: Ranks) -> None:
 
 def test_process_group_without_store(ranks: Ranks) -> None:
     assert ranks(3).run(message_beside_a_gpu, False)[:2] == [("cuda:0", [])] * 2
+
+
+def test_groups_of_a_bound_default_group(single_rank_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound by ``init_process_group(device_id=...)``: gloo takes any device, and hands it on as NCCL does."""
+    asked: list[dist.ProcessGroup] = []  # groups whose communicators would have been split
+    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", lambda group, *_: asked.append(group))
+    default: Any = dist.group.WORLD
+    default.bound_device_id = torch.device("cuda", 0)
+    cpu = torch.device("cpu")
+    groups = group_of([0], default, cpu, "agreed_on"), own_group(default, cpu)
+    with pytest.raises(ValueError, match="world size"):
+        group_of([0, -1], default, cpu, "agreed_on")
+    assert [group.bound_device_id for group in groups] == [None, None] and asked == []
+    assert default.bound_device_id == torch.device("cuda", 0)

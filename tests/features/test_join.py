@@ -10,19 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import beside_plain, difference, own_batch, pair, seeded
-from halves import Built
+from halves import Built, Halves
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from ways_to_train import count_early
 
 from ddp_compile import ReplicationError, ddp_compile
-from ddp_compile.algorithms import CommAlgorithm
 
 WIDTH = 33
 
@@ -136,68 +135,23 @@ def test_early_launch_beside_shadows() -> None:
     assert num_early == [3] * (3 + 2 * dist.get_rank())
 
 
-class CountsSteps(Joinable):
-    """A user's own Joinable: how many steps all ranks have done together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def count(self, own: int = 1) -> None:
-        if own:
-            Join.notify_join_context(self)
-        number = torch.tensor(own)
-        dist.all_reduce(number)
-        self.total += int(number)
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        counter = self
-
-        class Hook(JoinHook):
-            def main_hook(self) -> None:
-                counter.count(0)
-
-        return Hook()
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return dist.group.WORLD
-
-
 @on_ranks(2)
 def test_other_joinables() -> None:
     models = pair(Model, bucket_cap_mb=0.005)
     for model in models:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-        counter = CountsSteps()
-        with Join([model, optimizer, counter], divide_by_initial_world_size=False):
+        with Join([model, optimizer], divide_by_initial_world_size=False):
             for x in batches(3 + 2 * dist.get_rank(), 0):
                 optimizer.zero_grad()
                 loss_of(model(x)).backward()
                 optimizer.step()
-                counter.count()  # after the first of them, which says that this rank still trains
-        assert counter.total == 3 + 5
     assert worst_difference(*map(state_of, models)) < 1e-6
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.branch = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor, takes_branch: bool = False) -> Tensor:
-        x = self.body(x)
-        return self.branch(x) if takes_branch else x
 
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_shadow_after_no_sync() -> None:
-    models, x = pair(Branches, {"find_unused_parameters": True}, backend="eager"), torch.ones(2, 5)
+    models, x = pair(lambda: Model(True), {"find_unused_parameters": True}, backend="eager"), own_batch(0, WIDTH)
     for each in models:
         with each.join():
             with each.no_sync():
@@ -208,33 +162,24 @@ def test_shadow_after_no_sync() -> None:
     assert difference(*models) < 1e-6
 
 
-class CountsCalls(CommAlgorithm):
-    """An all-reduce that counts its calls."""
-
-    name = "counting all-reduce"
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.calls = [0, 0]
+class CountsCalls(Halves):
+    num_forwards = num_backwards = 0
 
     def before_forward(self, synchronize: bool) -> None:
-        self.calls[0] += synchronize
+        self.num_forwards += synchronize
 
     def after_backward(self) -> None:
-        self.calls[1] += 1
-
-    def launch(self, bucket: Any, is_last: bool) -> Any:
-        return self.group.allreduce([bucket.flat])
+        self.num_backwards += 1
 
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_calls_of_an_algorithm() -> None:
-    model = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=Built(CountsCalls))
+    model: Any = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=Built(CountsCalls))
     with model.join():
         for _ in range(1 + 2 * dist.get_rank()):
             model(torch.ones(1, 2)).sum().backward()
-    assert model.comm_algorithm.calls == [3, 3]
+    assert (model.comm_algorithm.num_forwards, model.comm_algorithm.num_backwards) == (3, 3)
 
 
 # The end of a Join, its refusals, and the state after it.

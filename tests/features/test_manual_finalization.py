@@ -131,19 +131,22 @@ def test_forgotten_inside_join() -> None:
             model.finalize_backward()
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @on_ranks(2)
-def test_compiled_step() -> None:
-    """Including the backward: Dynamo sees the frames of our hooks. `test_module` has it without `finalize_backward`."""
+def test_compiled_step(by_hand: bool) -> None:
+    """Including the backward: Dynamo sees the frames of our hooks."""
     models = pair(mlp, bucket_cap_mb=0.003)
-    models[0].require_manual_backward_finalization = True
+    models[0].require_manual_backward_finalization = by_hand
 
     @torch.compile(backend="eager")
     def compiled(x: torch.Tensor) -> None:
         models[0].zero_grad()
         loss_of(models[0](x)).backward()
-        models[0].finalize_backward()
+        if by_hand:
+            models[0].finalize_backward()
 
     def step_of(model: Any, x: torch.Tensor, step: int) -> None:
         compiled(x) if model is models[0] else one_backward(model, x)
 
     assert largest(train_beside(models, step_of, 4, width=33, rows=6)) < 1e-6
+    assert len(models[0].explain().graphs) == 1

@@ -1,4 +1,4 @@
-"""``model.measure()`` on two ranks: what is recorded, late ranks, and ranks that do not measure."""
+"""``model.measure()``: what is recorded, late ranks, ranks that do not measure, and a single one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.__main__ import main
 from ddp_compile.algorithms import AsyncModelAverage, ByteGrad, GradientAllReduce, LocalSGD
 from ddp_compile.errors import GradientArrivalError, ReplicationError
 from ddp_compile.report.step_report import StepReport
@@ -29,7 +31,7 @@ LATE_S = 0.2
 
 
 def replicate(**settings: Any) -> Any:
-    return ddp_compile(Mlp(width=33, num_layers=4), bucket_cap_mb=0.009, backend="aot_eager", **settings)
+    return ddp_compile(Mlp(width=33, num_layers=4), **{"bucket_cap_mb": 0.009, "backend": "aot_eager", **settings})
 
 
 def trained(**settings: Any) -> Any:
@@ -60,7 +62,7 @@ def check_times(step: Step) -> None:
 
 
 @on_ranks(2)
-def test_report_of_every_rank(split: str) -> None:
+def test_report_of_every_rank(split: str, tmp_path: Path) -> None:
     model = replicate(split=split)
     train_step(model)
     measurement = model.measure(steps=3)
@@ -84,6 +86,10 @@ def test_report_of_every_rank(split: str) -> None:
     for step in report.steps:
         check_times(step)
         assert [each.bucket for each in step.ranks[0].transfers] == [bucket.index for bucket in report.plan.buckets]
+    profile, plan = tmp_path / f"profile_{dist.get_rank()}.json", tmp_path / f"plan_{dist.get_rank()}.json"
+    report.save(profile)
+    assert main(["plan", "--profile", str(profile), "--save", str(plan)]) == 0
+    train_step(replicate(split=split, bucket_plan=plan, bucket_cap_mb=None))
 
 
 @on_ranks(2)
@@ -302,3 +308,45 @@ def test_model_is_freed_after_measuring() -> None:
     dist.destroy_process_group(group)
     with pytest.raises(ReplicationError, match=r"1 steps have been measured\. It has ended"):
         measurement.report()
+
+
+# One rank.
+
+
+@eagerly
+def test_one_rank(single_rank_group: None) -> None:
+    model = replicate()
+    assert model.comm_stats() is None
+    with model.measure(steps=None) as measurement:
+        for _ in range(3):
+            train_step(model)
+    report = measurement.report()
+    assert [step.number for step in report.steps] == [2, 3]  # after the first one the plan changes
+    assert report.clock_error_s == 0
+    for step in report.steps:
+        assert step.ranks[0].transfers == () and step.communication_s == 0 and step.exposed_s < 1e-3
+        assert 0 < step.computation_s <= step.duration_s
+    assert str(model.comm_stats()).startswith("compute ")
+
+
+@eagerly
+def test_last_hundred_steps_and_an_exception(single_rank_group: None) -> None:
+    model = replicate()
+    with model.measure(steps=None) as measurement:
+        for _ in range(103):
+            train_step(model)
+    assert [step.number for step in measurement.report().steps] == list(range(4, 104))
+    with pytest.raises(KeyError), model.measure(steps=None) as left:
+        train_step(model)
+        raise KeyError
+    train_step(model)
+    assert left.is_over and not left.is_complete
+    with pytest.raises(ReplicationError, match=r"no report: 1 steps have been measured\. It has ended"):
+        left.report()
+
+
+def test_without_a_process_group(single_rank_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replicate()
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # as after destroy_process_group()
+    with pytest.raises(ReplicationError, match=r"after destroy_process_group\(\), .* call it before"):
+        model.measure()

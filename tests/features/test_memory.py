@@ -7,6 +7,7 @@ import math
 import time
 from inspect import signature
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def products() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
 
 
-def peak_of(trained: nn.Module, set_to_none: bool = True) -> int:
-    x = torch.randn(ROWS_PER_RANK, WIDTH)
+def peak_of(trained: nn.Module, set_to_none: bool = True, rows: int = ROWS_PER_RANK) -> int:
+    x = torch.randn(rows, WIDTH)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
 
     def step() -> None:
@@ -69,41 +70,43 @@ def test_peak_is_ddps(backend: str | None) -> None:
     for name, make in (("ddp", with_ddp), ("ours", with_ours)):
         found[name] = peak_of(make())
         torch._dynamo.reset()
-        gc.collect()  # the next census would count the remains of this one
+        gc.collect()
     gradients = 4 * NUM_LAYERS * (WIDTH + 1) * WIDTH
     assert found["ddp"] > 2 * gradients  # the figure is one of the whole step
     assert found["ours"] <= 1.002 * found["ddp"], found  # 128 bytes of padding a gradient
 
 
+def peak_of_ours(backend: str, set_to_none: bool = True, rows: int = ROWS_PER_RANK, **settings: Any) -> int:
+    trained = ddp_compile(products(), bucket_cap_mb=0.25, backend=backend, **{"split": "backward", **settings})
+    peak = peak_of(trained, set_to_none, rows)
+    assert trained.explain().failures == ()
+    del trained
+    torch._dynamo.reset()
+    gc.collect()  # the next census would count the remains of this one
+    return peak
+
+
 @pytest.mark.inductor
 @on_ranks(2)
 def test_static_graph_frees_gradients_early() -> None:
-    found = {}
-    for static_graph in (False, True):
-        trained = ddp_compile(
-            products(), bucket_cap_mb=0.25, split="backward", backend="inductor", static_graph=static_graph
-        )
-        found[static_graph] = peak_of(trained)
-        assert trained.explain().failures == ()
-        del trained
-        torch._dynamo.reset()
-        gc.collect()
+    without, with_it = (peak_of_ours("inductor", static_graph=static_graph) for static_graph in (False, True))
     gradients = 4 * NUM_LAYERS * WIDTH * WIDTH
     # Otherwise all of them live until the backward ends; so one or two buckets of an eighth each do.
-    assert found[True] < found[False] - gradients / 2, found
+    assert with_it < without - gradients / 2
 
 
-@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ours", "other"),
+    [
+        # Activations take most of the memory, and a launch must not keep them.
+        ({"rows": 4096}, {"rows": 4096, "split": "none"}),
+        pytest.param({"set_to_none": False}, {"set_to_none": True}, marks=pytest.mark.long),
+    ],
+    ids=["launches", "zeroed gradients"],
+)
 @on_ranks(2)
-def test_zeroed_gradients() -> None:
-    found = {}
-    for set_to_none in (False, True):
-        trained = ddp_compile(products(), bucket_cap_mb=0.25, split="backward", backend="aot_eager")
-        found[set_to_none] = peak_of(trained, set_to_none)
-        del trained
-        torch._dynamo.reset()
-        gc.collect()
-    assert found[False] <= 1.002 * found[True], found
+def test_nothing_more_is_kept(ours: dict[str, Any], other: dict[str, Any]) -> None:
+    assert peak_of_ours("aot_eager", **ours) <= 1.002 * peak_of_ours("aot_eager", **other)
 
 
 def live_in_the_end(parameters: list[nn.Parameter], expected: float) -> int:

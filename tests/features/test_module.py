@@ -1,4 +1,4 @@
-"""The returned module is the user's own: same object, names and class. A copy of it is plain."""
+"""The returned module is the user's own: same object, names and class. A copy of it is plain. Methods as functions."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import copy
 import gc
 import inspect
 import io
+import logging
 import pickle
+import re
 import weakref
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
 import torch
 from in_ci import only
 from small_net import Net, backward, replicated
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ddp_compile import ddp_compile, torch_internals
+from ddp_compile import ReplicationError, ddp_compile, explain, is_replicated, no_sync, torch_internals, unwrap
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 
@@ -29,13 +32,8 @@ def test_same_object() -> None:
     model = ddp_compile(net, backend="eager")
     assert model is net and model.first is first
     assert isinstance(model, Net) and model.number_of_layers() == 2
-    cls = type(model)
-    assert (cls.__name__, cls.__qualname__, cls.__module__, cls.__doc__) == (
-        "Net",
-        Net.__qualname__,
-        Net.__module__,
-        Net.__doc__,
-    )
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(type(model), name) == getattr(Net, name)
     assert inspect.signature(model.forward) == inspect.signature(Net().forward)
 
 
@@ -106,27 +104,6 @@ def test_graphs_of_evaluation() -> None:
     backward(model)
     (graph,) = model.explain().graphs
     assert len(graph.partitions) == 3
-
-
-def test_compiled_training_step() -> None:
-    model = replicated(backend="aot_eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reference = copy.deepcopy(model)
-    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-
-    def step(net: nn.Module, sgd: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        sgd.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
-        sgd.step()
-        return loss
-
-    compiled = torch.compile(step, backend="eager")
-    for seed in range(3):
-        torch.manual_seed(seed)
-        x = torch.randn(4, 6)
-        assert torch.allclose(compiled(model, optimizer, x), step(reference, reference_optimizer, x))
-    assert len(model.explain().graphs) == 1
 
 
 def test_compiled_again() -> None:
@@ -202,3 +179,75 @@ def test_calls_of_forward() -> None:
         model = replicated()
         call(model, torch.randn(4, 6)).sum().backward()
         assert model.bucket_plan.generation == 1  # packed again after the first reduction
+
+
+# The functions that match the methods, modules that have our names, and printed modules.
+
+
+def test_functions_are_methods() -> None:
+    model = replicated()
+    assert is_replicated(model) and not is_replicated(Net()) and not is_replicated(nn.Sequential(model))
+    with no_sync(model):
+        assert not model.require_backward_grad_sync
+        backward(model)
+    assert model.require_backward_grad_sync
+    backward(model)
+    assert explain(model) == model.explain() and str(explain(model)).startswith("bucket ")
+    assert unwrap(model) is model and type(model) is Net and not is_replicated(model)
+
+
+@pytest.mark.parametrize("function", [no_sync, explain, unwrap])
+def test_module_that_is_not_replicated(function: Callable[[nn.Module], object]) -> None:
+    for module in (Net(), nn.Sequential(replicated()), copy.deepcopy(replicated())):
+        kind = type(module).__name__
+        said = f"{function.__name__}: model is a {kind} that is not replicated; call ddp_compile(model) first"
+        with pytest.raises(ReplicationError, match=re.escape(said)):
+            function(module)
+
+
+class OwnMethods(Net):
+    def explain(self) -> str:
+        return "its author's"
+
+    @property
+    def no_sync(self) -> str:
+        return "a property"
+
+
+def test_own_methods(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        model = ddp_compile(OwnMethods(), backend="eager", fullgraph=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"rank 0: model.{name} remains the attribute of OwnMethods; for that of ddp_compile, call the"
+        f" function: from ddp_compile import {name}"
+        for name in ("no_sync", "explain")
+    ]
+    assert (model.explain(), model.no_sync) == ("its author's", "a property")
+    with no_sync(model):
+        assert not model.require_backward_grad_sync
+        backward(model)
+    backward(model)
+    assert "graph 0" in str(explain(model))
+    assert model.unwrap() is model and model.explain() == "its author's"
+
+
+class OwnRepr(nn.Linear):
+    def __repr__(self) -> str:
+        return "its author's"
+
+
+def test_repr() -> None:
+    plain = Net()
+    keys = list(plain.state_dict())
+    printed = repr(plain)
+    model = ddp_compile(plain, split="none", backend="aot_eager")
+    said = "ddp_compile(split='none', backend='aot_eager', world_size=1): "
+    assert repr(model) == said + printed and list(model.state_dict()) == keys
+    assert "(0): ddp_compile(split='none'" in repr(nn.Sequential(model))
+    assert repr(copy.deepcopy(model)) == repr(unwrap(model)) == printed
+    own = ddp_compile(OwnRepr(2, 2))
+    assert repr(own) == "ddp_compile(split='auto', backend='inductor', world_size=1): its author's"
+    by_function = replicated(backend=lambda gm, inputs: gm.forward)
+    assert "<lambda>" in repr(by_function).splitlines()[0]
+    by_function(torch.randn(4, 6))

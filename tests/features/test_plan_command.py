@@ -68,12 +68,7 @@ def test_measured_link(capsys: pytest.CaptureFixture[str], profile: Path) -> Non
         (("--profile", "/no/such"), "--profile /no/such cannot be read: "),
         (("--save", "/no/such/file"), "--save /no/such/file cannot be written: no folder /no/such; create it"),
         (("mine:gpt",), "'mine:gpt' is no longer an argument: the profile has the model's gradients"),
-        (("--tflops", "3"), "--tflops 3 is no longer an argument: times come from measured steps only"),
         (("--max-bucket-cap-mb", "3"), "--max-bucket-cap-mb 3 is no longer an argument: pass bucket_cap_mb="),
-        (
-            ("--png", "chart.png"),
-            "--png chart.png is no longer an argument: run the command once for each --world-size",
-        ),
     ],
 )
 def test_wrong_input(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], profile: Path) -> None:

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from beside import flat_of, seeded
-from in_ci import only
+from beside import difference, flat_of, seeded
 from models import largest, loss_of, relative_difference
 from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from ways_to_train import note_launches
 
 from ddp_compile import RanksDifferError, ddp_compile, shard_optimizer
 
@@ -67,51 +67,15 @@ class Tied(Blocks):
         self.blocks[3].linear.weight = self.stem.weight
 
 
-class Way(NamedTuple):
-    """A model, and how it is trained.
-
-    Args:
-        make: Makes the model.
-        both: Settings of `ddp_compile` and of DistributedDataParallel.
-        regions: Those that are asked for.
-        split: Of `ddp_compile`.
-        num_graphs: How many are compiled.
-        lr: Of SGD.
-    """
-
-    make: type[nn.Module] = Blocks
-    both: dict[str, Any] = {}  # noqa: RUF012 - only read
-    regions: Any = "auto"
-    split: str = "auto"
-    num_graphs: int = 1
-    lr: float = 0.1
-
-
-WAYS = {
-    "plain": Way(),
-    "checkpointed": Way(Checkpointed),
-    "tied": Way(Tied),
-}
-
-
 class Trained(NamedTuple):
-    """The results of training on one rank, with gradients of DistributedDataParallel and of the whole batch.
+    """The results of training on one rank, with gradients of DistributedDataParallel."""
 
-    Args:
-        num_graphs: Graphs that the backend was given.
-        buckets: Names of the parameters in each bucket in the end.
-        num_early: Buckets launched while the stem's gradient was missing, in each step.
-        num_unused: Parameters that this rank's backwards have not reached, in all steps.
-        plan: The digest of the bucket plan.
-        says: What ``explain()`` says.
-    """
-
-    num_graphs: int
-    buckets: list[list[str]]
-    num_early: list[int]
-    num_unused: int
-    plan: str
-    says: str
+    num_graphs: int  #: that the backend was given
+    buckets: list[list[str]]  #: in the end, the names of their parameters
+    num_early: list[int]  #: buckets launched while the stem's gradient was missing, in each step
+    num_unused: int  #: parameters that this rank's backwards have not reached, in all steps
+    plan: str  #: its digest
+    says: str  #: by ``explain()``
 
 
 def rows(step: int) -> list[Tensor]:
@@ -120,52 +84,36 @@ def rows(step: int) -> list[Tensor]:
     return [2 * torch.randn(1, WIDTH) + 0.3 * torch.randn(ROWS, WIDTH) for _ in range(dist.get_world_size())]
 
 
-def train(way: Way, cap_mb: float = 0.004) -> Trained:
-    models = [seeded(way.make) for _ in range(3)]
+def train(make: type[nn.Module], lr: float = 0.1, regions: Any = "auto", split: str = "auto", **both: bool) -> Trained:
+    models = [seeded(make) for _ in range(2)]
     counter = CompileCounterWithBackend("aot_eager")
-    settings = {"regions": way.regions, "split": way.split, **way.both}
-    model: Any = ddp_compile(models[0], bucket_cap_mb=cap_mb, backend=counter, **settings)
-    with_ddp, whole = DistributedDataParallel(models[1], **way.both), models[2]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=way.lr) for each in models]
+    settings = {"regions": regions, "split": split, **both}
+    model: Any = ddp_compile(models[0], bucket_cap_mb=0.004, backend=counter, **settings)
+    with_ddp = DistributedDataParallel(models[1], **both)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=lr) for each in models]
     reached = set[str]()
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda gradient, name=name: reached.add(name))
-    launches = launches_before(model, model.stem.weight)
-    to_ddp, to_whole, num_early, num_unused = [0.0], [0.0], [], 0
+    # After an optimizer's zero_grad, and before the parameter's own hook has told the reducer.
+    launches = note_launches(model, lambda bucket: model.stem.weight.grad is None)
+    differences, num_early, num_unused = [0.0], [], 0
     for step in range(NUM_STEPS):
         launches.clear()
         reached.clear()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        of_ranks = rows(step)
         for each in (model, with_ddp):
-            loss_of(each(of_ranks[dist.get_rank()])).backward()
-        loss_of(whole(torch.cat(of_ranks))).backward()
+            loss_of(each(rows(step)[dist.get_rank()])).backward()
         num_early.append(sum(launches))
-        num_unused += len(list(whole.parameters())) - len(reached)
-        for ours, theirs, of_whole in zip(*(each.parameters() for each in models), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None)
-            if ours.grad is not None:
-                to_ddp.append(relative_difference(ours.grad, theirs.grad))
-                to_whole.append(0.0 if of_whole.grad is None else relative_difference(ours.grad, of_whole.grad))
+        num_unused += len(list(model.parameters())) - len(reached)
+        differences.append(difference(*models))
         for optimizer in optimizers:
             optimizer.step()
     plan = model.bucket_plan
     buckets = [[gradient.fqn for gradient in bucket.gradients] for bucket in plan.buckets]
     assert model.explain().failures == ()
-    assert largest(to_ddp) < 1e-5
-    assert largest(to_whole) < 1e-5
+    assert largest(differences) < 1e-5
     return Trained(counter.frame_count, buckets, num_early, num_unused, plan.digest, str(model.explain()))
-
-
-def launches_before(model: Any, parameter: Tensor) -> list[bool]:
-    """Gets an entry for each bucket that is launched: whether the parameter's gradient is still missing."""
-    launches: list[bool] = []
-    algorithm = model.comm_algorithm
-    launch = algorithm.launch
-    # After an optimizer's zero_grad, and before its own hook has told the reducer.
-    algorithm.launch = lambda *args: (launches.append(parameter.grad is None), launch(*args))[1]
-    return launches
 
 
 def owners(names: list[str]) -> set[str]:
@@ -173,25 +121,16 @@ def owners(names: list[str]) -> set[str]:
     return {".".join(name.split(".")[:2]) for name in names if name.startswith("blocks.")}
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("make", [Checkpointed, Tied])
 @on_ranks(2)
-def test_regions_train(name: str) -> None:
-    trained = train(WAYS[name])
-    assert trained.num_graphs == WAYS[name].num_graphs
-    assert len(trained.buckets) > 2
-
-
-@pytest.mark.parametrize(("cap_mb", "regions_of_bucket"), [(0.004, 2), (0.002, 1)])
-@on_ranks(2)
-def test_buckets_of_regions(cap_mb: float, regions_of_bucket: int) -> None:
-    trained = train(WAYS["plain"], cap_mb)
-    in_buckets = [owners(names) for names in trained.buckets if owners(names)]
-    if regions_of_bucket == 1:  # a region is larger than a bucket
-        in_buckets = [names for i, names in enumerate(in_buckets) if names not in in_buckets[:i]]
-    backwards = [f"blocks.{i}" for i in reversed(range(NUM_BLOCKS))]
-    begins = range(0, NUM_BLOCKS, regions_of_bucket)
-    assert in_buckets == [set(backwards[i : i + regions_of_bucket]) for i in begins]
-    assert trained.num_early[-1] == len(trained.buckets) - 1
+def test_regions_train(make: type[nn.Module]) -> None:
+    trained = train(make)
+    assert trained.num_graphs == 1
+    if make is Checkpointed:  # two whole regions in each bucket, from the last one to the first
+        backwards = [f"blocks.{i}" for i in reversed(range(NUM_BLOCKS))]
+        in_buckets = [owners(names) for names in trained.buckets if owners(names)]
+        assert in_buckets == [set(backwards[i : i + 2]) for i in range(0, NUM_BLOCKS, 2)]
+        assert trained.num_early[-1] == len(trained.buckets) - 1
 
 
 @on_ranks(2)
@@ -286,11 +225,10 @@ class Mixture(Blocks):
 
 def train_left_to_python(make: type[nn.Module], split: str) -> Trained:
     unused = {"find_unused_parameters": True} if make is Mixture else {}
-    return train(Way(make, unused, regions=None, split=split, lr=0.0))  # gates choose the same experts again
+    return train(make, regions=None, split=split, lr=0.0, **unused)  # gates choose the same experts again
 
 
 IN_BLOCKS = {
-    Loop: "6 regions of Block (",
     OfTorch: "6 regions of Sequential (",
     Mixture: "24 regions of Block (blocks.0.experts.0, blocks.0.experts.1, ..., blocks.5.experts.3)",
 }
@@ -303,7 +241,7 @@ def assert_launched_early(trained: Trained) -> None:
     assert trained.num_early[0] > num_buckets // 3, trained.num_early
 
 
-@pytest.mark.parametrize("make", only([Mixture, OfTorch], IN_BLOCKS), ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", IN_BLOCKS)
 def test_blocks_after_a_graph_break(make: type[nn.Module], split: str, ranks: Ranks) -> None:
     trained = ranks(2).run(train_left_to_python, make, split)
     for of_rank in trained:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 
@@ -111,7 +111,7 @@ RECIPES = {
 
 
 def largest_difference(recipe: Recipe, mesh: DeviceMesh) -> float:
-    """Of a gradient to that of one process with the whole batch."""
+    """Of a gradient to that of one process with the whole batch; DistributedDataParallel takes the parameters out."""
     torch.manual_seed(3)
     alone = Blocks(recipe.hidden)
     alone.first.up.bias.requires_grad_(not recipe.freezes)
@@ -141,38 +141,6 @@ def largest_difference(recipe: Recipe, mesh: DeviceMesh) -> float:
     return max(differences)
 
 
-def go_through_recipes(names: list[str], mesh: DeviceMesh) -> dict[str, float]:
-    found = {}
-    for name in names:
-        torch._dynamo.reset()
-        found[name] = largest_difference(RECIPES[name], mesh)
-    return found
-
-
-def test_gradients(seen: list[Seen]) -> None:
-    for each in seen:
-        assert max(each.differences.values()) < 1e-5, each.differences
-
-
-def refusals(mesh: DeviceMesh) -> dict[str, str]:
-    tried: dict[str, Callable[[], object]] = {
-        "two dimensions": lambda: ddp_compile(Blocks(), device_mesh=mesh),
-        "the dimension of the parts": lambda: ddp_compile(
-            parallelize(Blocks(), mesh["tp"], in_columns_and_rows), device_mesh=mesh["tp"]
-        ),
-        "no mesh": lambda: ddp_compile(parallelize(Blocks(), mesh["tp"], in_columns_and_rows)),
-        "a delayed one": lambda: delays_a_part(mesh),
-        "on both dimensions": lambda: ddp_compile(on_both_dimensions(mesh), device_mesh=mesh["dp"]),
-    }
-    said = {}
-    for name, attempt in tried.items():
-        try:
-            attempt()
-        except RuntimeError as error:
-            said[name] = str(error)
-    return said
-
-
 def on_both_dimensions(mesh: DeviceMesh) -> nn.Module:
     model = Blocks()
     model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Replicate(), Shard(1)]))
@@ -185,31 +153,41 @@ def delays_a_part(mesh: DeviceMesh) -> None:
     ddp_compile(model, device_mesh=mesh["dp"], param_to_hook_all_reduce=model.head.weight, **delayed)
 
 
-def test_refused_meshes(seen: list[Seen]) -> None:
-    for rank, each in enumerate(seen):
-        said = each.refusals
-        row, column = divmod(rank, 2)
-        parts, replicas = [2 * row, 2 * row + 1], [column, column + 2]
-        way_out = "ddp_compile(model, device_mesh=mesh['dp'])"
-        assert said["two dimensions"].startswith(
-            f"rank {rank}: device_mesh has 2 dimensions (dp, tp), but ddp_compile "
-        )
-        assert said["the dimension of the parts"].startswith(
-            f"rank {rank}: first.up.weight is a DTensor with S(0) over ranks {parts} (tp), but ddp_compile would"
-            f" average over ranks {parts}, which"
-        )
-        assert (
-            f"over ranks {parts} (tp), but ddp_compile would average over ranks [0, 1, 2, 3], which" in said["no mesh"]
-        )
-        assert (
-            f"head.weight is a DTensor with R, S(1) over ranks [0, 1, 2, 3] (dp, tp), but ddp_compile would"
-            f" average over ranks {replicas}, which" in (said["on both dimensions"])
-        )
-        assert all(way_out in said[name] for name in ("the dimension of the parts", "no mesh", "on both dimensions"))
-        assert "first.up.weight is a DTensor, whose all-reduce cannot be delayed" in said["a delayed one"]
+def check_refusals(mesh: DeviceMesh) -> None:
+    rank, replicas = dist.get_rank(), dist.get_process_group_ranks(mesh["dp"].get_group())
+    parts = dist.get_process_group_ranks(mesh["tp"].get_group())
+    in_parts = f"first.up.weight is a DTensor with S(0) over ranks {parts} (tp), but ddp_compile would average over"
+    way_out = "ddp_compile(model, device_mesh=mesh['dp'])"
+
+    def parallel() -> Any:
+        return parallelize(Blocks(), mesh["tp"], in_columns_and_rows)
+
+    tried: list[tuple[Callable[[], object], str, str]] = [
+        (
+            lambda: ddp_compile(Blocks(), device_mesh=mesh),
+            f"rank {rank}: device_mesh has 2 dimensions (dp, tp), but ddp_compile ",
+            "",
+        ),
+        (
+            lambda: ddp_compile(parallel(), device_mesh=mesh["tp"]),
+            f"rank {rank}: {in_parts} ranks {parts}, which",
+            way_out,
+        ),
+        (lambda: ddp_compile(parallel()), f"rank {rank}: {in_parts} ranks [0, 1, 2, 3], which", way_out),
+        (lambda: delays_a_part(mesh), "first.up.weight is a DTensor, whose all-reduce cannot be delayed", ""),
+        (
+            lambda: ddp_compile(on_both_dimensions(mesh), device_mesh=mesh["dp"]),
+            "head.weight is a DTensor with R, S(1) over ranks [0, 1, 2, 3] (dp, tp), but ddp_compile would"
+            f" average over ranks {replicas}, which",
+            way_out,
+        ),
+    ]
+    for attempt, said, way in tried:
+        with pytest.raises(RuntimeError, match=f"(?s){re.escape(said)}.*{re.escape(way)}"):
+            attempt()
 
 
-def averages_without_gradients_somewhere(mesh: DeviceMesh) -> bool:
+def check_unused_layer(mesh: DeviceMesh) -> None:
     """With `find_unused_parameters`, a replica that has not used a layer takes its gradient from the other one."""
     torch.manual_seed(3)
     alone = Blocks()
@@ -228,14 +206,9 @@ def averages_without_gradients_somewhere(mesh: DeviceMesh) -> bool:
         ((used.square().mean() + unused.square().mean()) / 2).backward()
         parameters = zip(model.parameters(), alone.parameters(), strict=True)
         assert all(relative_difference(whole(p.grad), q.grad) < 1e-5 for p, q in parameters), step
-    return True
 
 
-def test_unused_layer(seen: list[Seen]) -> None:
-    assert all(each.averages_without_gradients_somewhere for each in seen)
-
-
-def broadcasts_the_parts(mesh: DeviceMesh) -> list[float]:
+def check_broadcast_of_parts(mesh: DeviceMesh) -> None:
     """Parameters, and buffers that are DTensors, come from the first replica, part by part."""
     torch.manual_seed(dist.get_rank() // 2)  # as different as the replicas are
     model: Any = parallelize(Blocks(), mesh["tp"], in_columns_and_rows)
@@ -245,49 +218,21 @@ def broadcasts_the_parts(mesh: DeviceMesh) -> list[float]:
     seen = torch.rand(4)
     ddp_compile(model, device_mesh=mesh["dp"], backend="eager")
     pairs = zip([*model.parameters(), model.seen], [*expected.parameters(), seen], strict=True)
-    return [relative_difference(whole(ours), theirs) for ours, theirs in pairs]
+    assert all(relative_difference(whole(ours), theirs) == 0 for ours, theirs in pairs)
 
 
-def test_init_sync_of_parts(seen: list[Seen]) -> None:
-    assert all(max(each.differences_of_parts) == 0 for each in seen)
-
-
-def left_by_ddp(mesh: DeviceMesh) -> tuple[int, int]:
-    """How many parameters there are before and after a forward."""
-    model = DistributedDataParallel(parallelize(Blocks(), mesh["tp"], in_columns_and_rows), device_mesh=mesh["dp"])
-    before = len(list(model.parameters()))
-    model(torch.randn(ROWS, WIDTH))
-    return before, len(list(model.parameters()))
-
-
-def test_ddp_takes_the_parameters_out(seen: list[Seen]) -> None:
-    """Why the comparison is with the whole batch. If this fails, torch has fixed it, and DDP can be the reference."""
-    for each in seen:
-        before, after = each.left_by_ddp
-        assert after < before
-
-
-class Seen(NamedTuple):
-    """One rank's results for all tests in CI."""
-
-    differences: dict[str, float]
-    refusals: dict[str, str]
-    averages_without_gradients_somewhere: bool
-    differences_of_parts: list[float]
-    left_by_ddp: tuple[int, int]
-
-
-def see_everything() -> Seen:
+def check_everything() -> None:
     """Compiles one of the recipes, since tracing DTensors takes most of the time; all others run eagerly."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    differences = go_through_recipes(["backward"], mesh)
+    for name, recipe in RECIPES.items():
+        torch._dynamo.reset()
+        with torch.compiler.set_stance("default" if name == "backward" else "force_eager"):
+            assert largest_difference(recipe, mesh) < 1e-5, name
     with torch.compiler.set_stance("force_eager"):
-        differences |= go_through_recipes(["sequence", "comm hook"], mesh)
-        refused, averages = refusals(mesh), averages_without_gradients_somewhere(mesh)
-        return Seen(differences, refused, averages, broadcasts_the_parts(mesh), left_by_ddp(mesh))
+        for check in (check_refusals, check_unused_layer, check_broadcast_of_parts):
+            check(mesh)
 
 
-@pytest.fixture(scope="module")
-def seen(rank_pools: dict[int, RankPool]) -> list[Seen]:
-    """By rank; in one go, as a mesh needs ranks of its own."""
-    return run_in_new_processes(rank_pools.setdefault(4, RankPool(4)), see_everything)
+def test_on_a_mesh(rank_pools: dict[int, RankPool]) -> None:
+    """In one go, as a mesh needs ranks of its own."""
+    run_in_new_processes(rank_pools.setdefault(4, RankPool(4)), check_everything)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from beside import difference, own_batch, pair
 from rank_pool import on_ranks
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ddp_compile import ddp_compile
 from ddp_compile.errors import GradientArrivalError
@@ -75,16 +76,10 @@ def differences(
     through_compile: bool = False,
     **options: Any,
 ) -> list[float]:
-    """After each backward the largest difference of two gradients.
+    """After each backward of a program the largest difference of two gradients.
 
-    Args:
-        make: Makes the model.
-        program: For each backward whether its gradient is "d"efined, "u"ndefined, or undefined on some "r"ank, another
-            one in each step; reduced if it is a capital letter.
-        zeroed: Whether gradients are zeroed between steps, not dropped.
-        hooked: Whether there are hooks that look at the gradients.
-        through_compile: Whether DistributedDataParallel is compiled as well.
-        **options: Settings of both models.
+    A letter says whether the gradient is "d"efined, "u"ndefined, or undefined on some "r"ank, another one in each step;
+    it is reduced if the letter is a capital one. ``through_compile`` compiles DistributedDataParallel as well.
     """
     torch._dynamo.reset()
     models = pair(lambda: look_at(make()) if hooked else make(), options, bucket_cap_mb=2e-4)
@@ -126,17 +121,22 @@ def test_parameter_read_without_gradient() -> None:
     assert max(map(max, found)) < 1e-6, found
 
 
-@pytest.mark.parametrize(("own", "begins", "noticed"), [(True, 0, 0), (True, 2, 2), (False, 0, 0), (False, 2, 3)])
-def test_hook_takes_gradient_away(own: bool, begins: int, noticed: int, single_rank_group: None) -> None:
-    """Its own hook removes it, or one of a later parameter; after the first step, it is noticed one step too late."""
+@pytest.mark.parametrize(
+    ("hooked", "begins", "noticed"), [("own", 0, 0), ("own", 2, 2), ("node", 0, 0), ("later", 0, 0), ("later", 2, 3)]
+)
+def test_hook_takes_gradient_away(hooked: str, begins: int, noticed: int, single_rank_group: None) -> None:
+    """A hook on the parameter, on its node, or on a later parameter; after the first step that is noticed too late."""
     model = ddp_compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), backend="aot_eager")
     step = 0
 
-    def take_away(_: Tensor) -> None:
+    def take_away(*_: object) -> None:
         if step >= begins:
             model[1].weight.grad = None
 
-    (model[1].weight if own else model[1].bias).register_post_accumulate_grad_hook(take_away)
+    if hooked == "node":
+        get_gradient_edge(model[1].weight).node.register_hook(take_away)  # alive as long as the replicated module
+    else:
+        (model[1].weight if hooked == "own" else model[1].bias).register_post_accumulate_grad_hook(take_away)
     while step < noticed:
         model(torch.ones(2, WIDTH)).sum().backward()
         step += 1

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from beside import own_batch, pair, seeded
-from memory_of_buckets import assert_in_their_buckets
-from models import Mlp, largest, loss_of, relative_difference
+from models import Mlp, assert_in_their_buckets, largest, loss_of, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 
@@ -22,17 +21,14 @@ pytestmark = pytest.mark.usefixtures("each_split")
 class User:
     """One training loop. Subclasses define what it does with gradients."""
 
-    sets_to_none = True
-
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parameters = list(model.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
-        self.kept: list[Tensor] = []
 
     def step(self, x: Tensor, step: int) -> list[Tensor]:
         """Returns what the user has looked at."""
-        self.optimizer.zero_grad(set_to_none=self.sets_to_none)
+        self.optimizer.zero_grad()
         loss_of(self.model(x)).backward()
         seen = self.look(step)
         self.optimizer.step()

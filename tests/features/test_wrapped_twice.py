@@ -55,12 +55,6 @@ def test_shared_parameters() -> None:
     backward(first)
 
 
-def test_submodule_of_a_replicated_module() -> None:
-    outer = replicated(Task(nn.Linear(4, 4)))
-    with pytest.raises(ReplicationError, match=r"weight is head\.weight of a Task"):
-        replicated(outer.head)
-
-
 @pytest.mark.parametrize("ignored", [True, False], ids=["ignored", "frozen"])
 def test_parameters_of_one_module(ignored: bool) -> None:
     head = nn.Linear(4, 4).requires_grad_(ignored)
@@ -152,9 +146,7 @@ class Distilled(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, lambda m: fully_shard(m, mesh=mesh())])
-def test_wrapped_caller(
-    wrap: Callable[[nn.Module], nn.Module],
-) -> None:
+def test_wrapped_caller(wrap: Callable[[nn.Module], nn.Module]) -> None:
     teacher = replicated()
     model = wrap(Distilled(teacher))
     for _ in range(3):
