@@ -170,6 +170,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         super().__init__(0, line.model.world_size)  # type: ignore[call-arg]
         self.line = line
         self._owns_line = owns_line
+        self._object_size = -1
 
     # Called by name from C++. The base class would keep the group's name in its backends, of which there are none.
 
@@ -188,12 +189,18 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._description
 
+    def _get_backend(self, device: torch.device) -> dist.ProcessGroup:  # type: ignore[override]
+        """``batch_isend_irecv`` of torch 2.15 asks the backend whether it coalesces messages."""
+        return self
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         factor = _factor_of(dist.ReduceOp.SUM if opts is None else opts.reduceOp.op, self.size())
         seconds = self.line.model.all_reduce_s(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         return self._launch("all_reduce", tensors, factor, seconds)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        if self._is_of_object(input):
+            return self.allgather([list(output.view(self.size(), -1))], [input.view(-1)])
         own = output.view(-1)[: input.numel()]
         if own.data_ptr() != input.data_ptr():
             own.data.copy_(input.detach().reshape(-1))
@@ -214,6 +221,13 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._launch("all_to_all", [output], 1, self.line.model.shards_s(input.nbytes))
 
     alltoall_base: Any = all_to_all_single
+
+    def _is_of_object(self, message: Tensor) -> bool:
+        """Whether ``all_gather_object`` of torch 2.15 sends it: first the size of the object, then its bytes."""
+        is_size = message.dtype is torch.int64 and message.numel() == 1
+        is_object = message.dtype is torch.uint8 and message.numel() == self._object_size
+        self._object_size = int(message) if is_size else -1
+        return is_size or is_object
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         return self._launch("send", tensors, 1, self.line.model.message_s(sum(tensor.nbytes for tensor in tensors)))

@@ -63,6 +63,8 @@ def main() -> int:
             if not report.exists():
                 continue
             counts, today = count_outcomes(report), datetime.date.today().isoformat()
+            if not counts["passed"] + counts["failed"]:
+                continue  # the pretend accelerator is written for one torch
             rest = " | ".join([*(str(counts[outcome]) for outcome in OUTCOMES), f"{today}, {commit()}"])
             PAGE.write_text(with_row(PAGE.read_text(), where, re.sub(r"\+cpu$", "", torch.__version__), rest))
             print(f"torch {torch.__version__}, {where}: {rest}")
