@@ -469,6 +469,12 @@ def test_nodes_that_do_not_fit_are_refused() -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.delenv("LOCAL_RANK", raising=False)
             assert says in error_of(ValueError, lambda config=config: ddp_compile(nn.Linear(2, 2), algorithm=config))
+    with on_nodes(1, 2), pytest.MonkeyPatch.context() as monkeypatch:
+        if rank == 1:
+            monkeypatch.setenv("LOCAL_RANK", "first")
+        config = GradientAllReduce(hierarchical=True)
+        said = error_of(ValueError, lambda: ddp_compile(nn.Linear(2, 2), algorithm=config))
+        assert "LOCAL_RANK is not a number on rank 1" in said
     with on_nodes(1, 2):
         model, optimizer = make_model(Decentralized())
         sizes = error_of(ValueError, lambda: model.set_comm_algorithm(LowPrecisionDecentralized(hierarchical=True)))

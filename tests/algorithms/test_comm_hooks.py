@@ -287,3 +287,17 @@ def test_other_objects_are_refused(single_rank_group: None) -> None:
         model._register_buffer_comm_hook(None, "average")
     with pytest.raises(ValueError, match="comm_hook_location='LATER' must be PRE_FORWARD or POST_FORWARD"):
         model._register_buffer_comm_hook(None, average_buffers, "LATER")
+
+
+@on_ranks(2)
+def test_sparse_gradients() -> None:
+    models = pair(lambda: nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 6)))
+    for each in models:
+        each.register_comm_hook(None, default_hooks.allreduce_hook)
+    for seed in range(2):
+        torch.manual_seed(10 * seed + dist.get_rank())
+        tokens = torch.randint(0, 50, (4,))
+        for each in models:
+            loss_of(each(tokens)).backward()
+    ours, theirs = (next(each.parameters()).grad for each in models)
+    assert ours.is_sparse and torch.equal(ours.to_dense(), theirs.to_dense())

@@ -5,6 +5,7 @@ The tests have no device that captures, so a stand-in answers the runtime's ques
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -91,3 +92,18 @@ def test_captured_optimizer_step(algorithm: AlgorithmConfig, shards: bool, said:
     loss_of(model).backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)
+
+
+def test_devices_that_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "backend", type(streams.backend)())
+    assert not streams.has_streams(torch.device("xla"))  # torch has no module of that name
+    modules = {
+        "cuda": SimpleNamespace(is_current_stream_capturing=lambda: True),
+        "mtia": SimpleNamespace(),
+    }
+    new_streams = {"cuda": itertools.count(), "mtia": itertools.count(), "mps": itertools.repeat(0)}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
+    monkeypatch.setattr(torch, "Stream", lambda device: next(new_streams[device.type]))
+    devices = [torch.device(kind) for kind in ("cpu", "cuda", "mtia", "mps")]
+    assert [streams.is_capturing(device) for device in devices] == [False, True, False, False]
+    assert [streams.has_streams(device) for device in devices] == [False, True, True, False]

@@ -13,6 +13,7 @@ from beside import Step, own_batch, seeded, train_beside
 from models import largest
 from rank_pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
 from ddp_compile import ParametersChangedError, RanksDifferError, ReplicationError, ddp_compile
@@ -131,6 +132,10 @@ def another_shape(module: Net) -> None:
         module.table = nn.Parameter(torch.randn(WIDTH, WIDTH + 1))
 
 
+def stepped_in_backward(module: Net) -> None:
+    _apply_optimizer_in_backward(torch.optim.SGD, [module.table], {"lr": 0.1})
+
+
 def nothing(module: Net) -> None:
     pass
 
@@ -139,6 +144,12 @@ def nothing(module: Net) -> None:
     ("make", "change", "num_steps", "said"),
     [
         (Net, another_shape, 1, "table: float32[17, 17] on cpu on rank 0 is parameter table: float32[17, 18]"),
+        (
+            Net,
+            stepped_in_backward,
+            1,
+            "table: such a step would take this rank's own gradients",
+        ),
         (InCheckpoint, nothing, 1, "has come in a backward inside another one, of a reentrant checkpoint for example"),
         (Net, nothing, 3, "replaced by another Parameter: table"),
     ],

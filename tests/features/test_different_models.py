@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +16,30 @@ from torch import nn
 from ddp_compile import MissingGradientError, RanksDifferError, ddp_compile
 
 
+def frozen_on_rank_1() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias.requires_grad_(dist.get_rank() == 0)
+    return model
+
+
 def strides_by_rank(rank: int) -> nn.Module:
     convolution = nn.Conv2d(3, 2, 3)
     return convolution.to(memory_format=torch.channels_last) if rank else convolution
 
 
-#: The module, made by a call with the rank, and the difference that the error names. `tests/fuzz/differences.py` has
-#: others, and settings.
+#: The module, made by a call with the rank, and the difference that the error names.
 DIFFERENT_MODELS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     "width": (
         lambda rank: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + rank)),
         "parameter 1.weight: float32[4, 4] on cpu on rank 0 is parameter 1.weight: float32[5, 4] on cpu on rank 1",
+    ),
+    "freezing": (
+        lambda rank: frozen_on_rank_1(),
+        "parameter 1.bias: float32[4] on cpu on rank 0 is parameter 1.bias: float32[4] on cpu frozen on rank 1",
+    ),
+    "depth": (
+        lambda rank: nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(1 + rank)]),
+        "parameter 1.weight: float32[4, 4] on cpu, which rank 0 does not have, exists on rank 1",
     ),
     "strides": (strides_by_rank, "float32[2, 3, 3, 3] with strides [27, 1, 9, 3] on cpu on rank 1"),
     "sparsity": (
@@ -43,14 +57,24 @@ DIFFERENT_MODELS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
 }
 
 
+def assert_refused_on_every_rank(module: nn.Module, named: str, **settings: Any) -> None:
+    with pytest.raises(RanksDifferError) as raised:
+        ddp_compile(module, **settings)
+    assert f"rank {dist.get_rank()}:" in str(raised.value) and named in str(raised.value)
+    assert len(str(raised.value)) < 3000
+
+
 @pytest.mark.parametrize("difference", DIFFERENT_MODELS)
 @on_ranks(2)
 def test_different_models(difference: str) -> None:
     make, named = DIFFERENT_MODELS[difference]
-    with pytest.raises(RanksDifferError) as raised:
-        ddp_compile(make(dist.get_rank()))
-    assert f"rank {dist.get_rank()}:" in str(raised.value) and named in str(raised.value)
-    assert len(str(raised.value)) < 3000
+    assert_refused_on_every_rank(make(dist.get_rank()), named, broadcast_buffers=difference != "depth")
+
+
+@on_ranks(2)
+def test_different_settings() -> None:
+    named = "find_unused_parameters=False on rank 0 is find_unused_parameters=True on rank 1"
+    assert_refused_on_every_rank(nn.Linear(4, 4), named, find_unused_parameters=dist.get_rank() == 1)
 
 
 class HalfUsed(nn.Module):

@@ -52,6 +52,7 @@ def regularize(model: nn.Module) -> None:
         (Bucket, "wait"),
         (Views, "hand_over"),
         (LaunchQueue, "_launch_ready"),
+        (LaunchQueue, "finish"),
         (BucketSet, "begin_iteration"),
         (ParameterHooks, "notify_of_each"),
     ],

@@ -16,7 +16,7 @@ from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from ways_to_train import count_early
@@ -135,16 +135,51 @@ def test_early_launch_beside_shadows() -> None:
     assert num_early == [3] * (3 + 2 * dist.get_rank())
 
 
+class CountsSteps(Joinable):
+    """A user's own Joinable: how many steps all ranks have done together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def count(self, own: int = 1) -> None:
+        if own:
+            Join.notify_join_context(self)
+        number = torch.tensor(own)
+        dist.all_reduce(number)
+        self.total += int(number)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        counter = self
+
+        class Hook(JoinHook):
+            def main_hook(self) -> None:
+                counter.count(0)
+
+        return Hook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return dist.group.WORLD
+
+
 @on_ranks(2)
 def test_other_joinables() -> None:
     models = pair(Model, bucket_cap_mb=0.005)
     for model in models:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-        with Join([model, optimizer], divide_by_initial_world_size=False):
+        counter = CountsSteps()
+        with Join([model, optimizer, counter], divide_by_initial_world_size=False):
             for x in batches(3 + 2 * dist.get_rank(), 0):
                 optimizer.zero_grad()
                 loss_of(model(x)).backward()
                 optimizer.step()
+                counter.count()  # after the first of them, which says that this rank still trains
+        assert counter.total == 3 + 5
     assert worst_difference(*map(state_of, models)) < 1e-6
 
 

@@ -55,6 +55,12 @@ def test_shared_parameters() -> None:
     backward(first)
 
 
+def test_submodule_of_a_replicated_module() -> None:
+    outer = replicated(Task(nn.Linear(4, 4)))
+    with pytest.raises(ReplicationError, match=r"weight is head\.weight of a Task"):
+        replicated(outer.head)
+
+
 @pytest.mark.parametrize("ignored", [True, False], ids=["ignored", "frozen"])
 def test_parameters_of_one_module(ignored: bool) -> None:
     head = nn.Linear(4, 4).requires_grad_(ignored)

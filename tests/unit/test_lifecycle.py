@@ -8,14 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_compile import ddp_compile
+from ddp_compile import MissingGradientError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor, uses_bias: bool = True) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias if uses_bias else None)
+
+
 def replicated(sent: list[int]) -> Any:
     """A model that has trained, and that counts its buckets: with a comm hook a single rank reduces as several do."""
-    model: Any = ddp_compile(nn.Linear(3, 3), backend="eager")
+    model: Any = ddp_compile(Layer(3, 3), backend="eager")
 
     def count(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         sent.append(bucket.index())
@@ -46,5 +51,15 @@ def test_forward_that_raises_before_a_local_one() -> None:
         local = model(torch.ones(2, 3))
     local.sum().backward()  # not taken for the backward that cannot come
     assert sent == []
+    model(torch.ones(2, 3)).sum().backward()
+    assert sent == [0]
+
+
+def test_local_forward_after_a_backward_without_all_gradients() -> None:
+    model = replicated(sent := [])
+    model(torch.ones(2, 3), uses_bias=False).sum().backward()
+    with pytest.raises(MissingGradientError), model.no_sync():
+        model(torch.ones(2, 3))
+    model.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
     assert sent == [0]
