@@ -91,11 +91,14 @@ def test_the_other_collectives_see_identical_ranks_and_take_no_time() -> None:
     tensor = torch.arange(3)
     gathered = [torch.empty_like(tensor) for _ in range(WORLD_SIZE)]
     objects: list[Any] = [None] * WORLD_SIZE
+    sizes, text = torch.zeros(WORLD_SIZE, dtype=torch.int64), torch.zeros(3 * WORLD_SIZE, dtype=torch.uint8)
 
     def communicate() -> None:
         dist.broadcast(tensor, 2)
         dist.all_gather(gathered, tensor)
         dist.all_gather_object(objects, {"rank": "any"})
+        dist.all_gather_into_tensor(sizes, torch.tensor([3]))  # as all_gather_object of torch 2.15 does
+        dist.all_gather_into_tensor(text, torch.tensor([7, 8, 9], dtype=torch.uint8))
         dist.barrier()
 
     with simulated_group(SLOW):
@@ -103,6 +106,7 @@ def test_the_other_collectives_see_identical_ranks_and_take_no_time() -> None:
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, WORLD_SIZE, "simulated")
     assert all(torch.equal(copy, torch.arange(3)) for copy in gathered)
     assert objects == [{"rank": "any"}] * WORLD_SIZE
+    assert sizes.tolist() == [3] * WORLD_SIZE and text.tolist() == [7, 8, 9] * WORLD_SIZE
 
 
 def test_shards_are_sums_and_what_would_come_from_others_is_left_alone() -> None:
