@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.compile_fx  # before ranks are forked, which otherwise load it for seconds each
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
