@@ -71,6 +71,19 @@ def test_parameter_used_twice() -> None:
     assert partitions(split(function, [2], [1], [0]).gm) == [["matmul"], ["matmul_1"], ["matmul_2", "matmul_3"]]
 
 
+def test_reads_without_gradients_count() -> None:
+    """Its gradient would wait for the backward of the partition that reads it, as with spectral normalization."""
+
+    def function(x: Any, p0: Any, p1: Any, p2: Any) -> Any:
+        x = torch.matmul(x, p0)
+        with torch.no_grad():
+            norm = torch.sum(p2)
+        return torch.matmul(torch.mul(torch.matmul(x, p1), norm), p2)
+
+    split_up = partitions(split(function, [2], [1], [0]).gm)
+    assert split_up == [["matmul"], ["sum_1"], ["matmul_1", "mul", "matmul_2"]]
+
+
 def held_once(x: Any, p0: Any, p1: Any) -> Any:
     """A tuple lives from before the second parameter's use to after it."""
     x = torch.matmul(x, p0)
