@@ -147,16 +147,15 @@ def test_launches_are_not_computation() -> None:
     for algorithm in (ByteGrad(), LocalSGD(period=1)):
         model = trained(algorithm=algorithm)
         with model.measure(steps=None) as measurement:
-            for _ in range(2):
+            for _ in range(3):
                 if dist.get_rank() == 1:
                     time.sleep(LATE_S)
                 train_step(model)
-        assert len(measurement.report().steps) == 2
-        for step in measurement.report().steps:
-            first = step.of_rank(0)
-            assert first.launching_s + first.exposed_s > 0.7 * LATE_S
-            assert first.computation_s < 0.3 * LATE_S
-            assert all(each.done is None for each in first.transfers)
+        firsts = [step.of_rank(0) for step in measurement.report().steps]
+        # Medians, since other tests may hold up either rank in one of the steps.
+        assert median(first.launching_s + first.exposed_s for first in firsts) > 0.7 * LATE_S
+        assert median(first.computation_s for first in firsts) < 0.3 * LATE_S
+        assert len(firsts) == 3 and all(each.done is None for first in firsts for each in first.transfers)
         text = "nothing reported when reductions ended"
         assert (text in str(measurement.report())) == isinstance(algorithm, ByteGrad)
         model.unwrap()
@@ -188,13 +187,14 @@ def test_ends_of_hooks_and_chains() -> None:
         measurement = model.measure(steps=2)
         train_step(model)
         train_step(model)
-        for step in measurement.report().steps:
+        steps = measurement.report().steps
+        for step in steps:
             check_times(step)
             assert step.communication_s is not None and step.communication_s > 0
-            for bucket in step.exposed_by_bucket:
-                transfer_s = step.transfer_s(bucket)
-                assert transfer_s is not None
-                assert hook is not slow_hook or 0.9 * LATE_S < transfer_s < 2 * LATE_S
+        for bucket in steps[0].exposed_by_bucket:
+            transfers_s = [transfer_s for step in steps if (transfer_s := step.transfer_s(bucket)) is not None]
+            assert len(transfers_s) == 2
+            assert hook is not slow_hook or 0.9 * LATE_S < min(transfers_s) < 2 * LATE_S
         assert "nothing reported" not in str(measurement.report())
         model.unwrap()
 
