@@ -184,15 +184,7 @@ _LEAST_MIB_FOR_EACH_RANK = 0.125
 def caps_from_mib(
     bucket_cap_mb: float | Sequence[float] | None, first_bucket_cap_mb: float, device_type: str, world_size: int = 1
 ) -> tuple[int, ...]:
-    """Bucket capacities in bytes from the MiB values of the public interface.
-
-    Args:
-        bucket_cap_mb: One capacity in MiB, or a list with one for each bucket, the last one for all further buckets.
-            None means the value in ``DEFAULT_CAP_MIB``, and on accelerators at least 128 KiB for each rank.
-        first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first, so that communication starts early;
-            at most ``bucket_cap_mb``. Ignored if that is a list.
-        device_type: The device of the gradients: "cpu" or "cuda".
-        world_size: The number of ranks.
+    """Bucket capacities in bytes from the arguments of ``ddp_compile``; the last one is for all further buckets.
 
     Raises:
         ValueError: A capacity is not a number above zero, or the list is empty.
@@ -202,7 +194,7 @@ def caps_from_mib(
         bucket_cap_mb = DEFAULT_CAP_MIB.get(device_type, DEFAULT_CAP_MIB["cuda"])
         if device_type != "cpu":
             bucket_cap_mb = max(bucket_cap_mb, _LEAST_MIB_FOR_EACH_RANK * world_size)
-    if isinstance(bucket_cap_mb, list | tuple):
+    if isinstance(bucket_cap_mb, list | tuple):  # then the first capacity does not count
         if not bucket_cap_mb:
             raise ValueError("bucket_cap_mb=[] has no capacity; pass bucket_cap_mb=25 (MiB) or a list such as [1, 25]")
         return tuple(cap_bytes_from_mib(f"bucket_cap_mb[{i}]", cap) for i, cap in enumerate(bucket_cap_mb))

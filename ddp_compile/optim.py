@@ -247,10 +247,9 @@ class QAdam(Optimizer):
 
 def _refuse_settings(group: Mapping[str, Any], warmup_steps: int) -> None:
     """Raise a ValueError if the settings of a group are out of range."""
-    limits = {"lr": "0 or more", "eps": "0 or more", "weight_decay": "0 or more"}
-    for name, limit in limits.items():
+    for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0:
-            raise ValueError(f"QAdam({name}={group[name]!r}): pass {limit}")
+            raise ValueError(f"QAdam({name}={group[name]!r}): pass 0 or more")
     betas = group["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"QAdam(betas={betas!r}): pass two numbers from 0 to less than 1")

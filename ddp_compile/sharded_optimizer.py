@@ -213,7 +213,6 @@ class _Sharded(AlgorithmConfig):
     parameters: ShardedParameters
 
     def build(self, process_group: dist.ProcessGroup) -> ShardedAlgorithm:
-        """See `AlgorithmConfig.build`."""
         return ShardedAlgorithm(process_group, self.parameters)
 
 

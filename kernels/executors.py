@@ -26,10 +26,6 @@ KERNEL_DTYPES = tuple(native_library.DTYPE_CODES)
 class FlattenExecutor(Protocol):
     """Moves the tensors of one bucket into and out of its flat buffer. Made once for a bucket, used in every step."""
 
-    @property
-    def implementation(self) -> str:
-        """Its name, as returned by `choose`."""
-
     def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> Sequence[int]:
         """Read the tensors' addresses, without writing anything.
 
@@ -52,8 +48,6 @@ class FlattenExecutor(Protocol):
 
 class ReferenceExecutor:
     """Leaves every tensor to the reference."""
-
-    implementation = "reference"
 
     def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
         layout.check_fit(tensors, flat, offsets)
@@ -87,10 +81,10 @@ def choose(device: torch.device, dtype: torch.dtype) -> ImplementationName:
     return available(device)[0] if dtype in KERNEL_DTYPES else "reference"
 
 
-def executor_for(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> FlattenExecutor:
-    """The executor of the chosen implementation. Raises the errors of `layout`."""
-    layout.check_flat(flat)
-    implementation = choose(flat.device, flat.dtype)
+def executor_for(
+    implementation: ImplementationName, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None
+) -> FlattenExecutor:
+    """The executor of an implementation. Raises the errors of `layout`."""
     if implementation == "native":
         return native_executor.NativeExecutor(tensors, flat, offsets)
     if implementation == "cuda":

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ddp_compile.kernels.contract import layout, reference
-from ddp_compile.kernels.executors import executor_for
+from ddp_compile.kernels.executors import choose, executor_for
 
 
 class FlattenPlan:
@@ -36,7 +36,9 @@ class FlattenPlan:
         self._lock = threading.Lock()  # around reading addresses and moving
         if flat.numel() and not flat.data_ptr():
             raise ValueError(f"flat with {flat.numel()} elements has no memory: its storage has been freed")
-        self._executor = executor_for(tensors, flat, offsets)
+        layout.check_flat(flat)
+        self.implementation = choose(flat.device, flat.dtype)  #: what moves the tensors: "native", "cuda", "reference"
+        self._executor = executor_for(self.implementation, tensors, flat, offsets)
         # Views are made on demand: kernels need none.
         self._offsets = None if offsets is None else tuple(offsets)
         self._examples = tuple(tensors)
@@ -48,11 +50,6 @@ class FlattenPlan:
         plan = cls(tensors, flat, offsets)
         plan._make_views()
         return plan
-
-    @property
-    def implementation(self) -> str:
-        """The implementation that moves the tensors: "native", "cuda" or "reference"."""
-        return self._executor.implementation
 
     @property
     def views(self) -> tuple[Tensor, ...]:

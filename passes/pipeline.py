@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from torch import fx
 
 from ddp_compile.plan.spec import BucketSpec
-from ddp_compile.torch_internals import UserLine
+from ddp_compile.torch_internals import SourceLine
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Declined(NamedTuple):
     node: str  #: name of the node that it concerns
     reason: str  #: why not, and what happens instead
     bucket: int | None = None  #: index of the bucket that it concerns
-    line: UserLine | None = None  #: of the user, if the graph is not one of Dynamo's, whose nodes are looked up later
+    line: SourceLine | None = None  #: of the user, if the graph is not one of Dynamo's, whose nodes are looked up later
 
 
 class PassResult(NamedTuple):

@@ -60,7 +60,7 @@ class GradientNorm:
         order, others = float(norm_type), list(rest)
         whole = []
         for bucket in self._set.buckets:
-            if order in (2.0, math.inf) and bucket.spec.num_bytes and bucket.is_gradients():
+            if order in (2.0, math.inf) and bucket.spec.num_bytes and bucket.buffer.is_gradients(bucket.gradients()):
                 whole.append(bucket)
             else:
                 others += bucket.parameters
@@ -81,7 +81,7 @@ class GradientNorm:
             self._dividing = _DividingOptimizer(optimizer, 1 / coefficient.float())
             return total
         for bucket in whole:
-            bucket.scale_gradients(coefficient)
+            bucket.buffer.scale(coefficient)
         clip_grads_with_norm_(others, max_norm, total)
         return total
 

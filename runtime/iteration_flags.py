@@ -71,7 +71,8 @@ class IterationFlags:
         received = self._received()
         if policy_has_flags:
             self._policy.update(received[0])
-            if used := self._queue.left_out - self._policy.used_by_nobody:
+            left_out = {i for bucket in self._set.buckets if bucket.iteration.is_skipped for i in bucket.param_indices}
+            if used := left_out - self._policy.used_by_nobody:
                 self._queue.wait()  # nothing may be under way when the iteration is given up
                 raise error_messages.used_after_all([self._set.names[index] for index in sorted(used)])
         if early_has_flags:

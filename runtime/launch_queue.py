@@ -37,7 +37,6 @@ class LaunchQueue:
     def __init__(
         self,
         bucket_set: BucketSet,
-        world_size: int,
         monitor: DesyncMonitor,
         algorithm: CommAlgorithm,
         policy: AllRequired,
@@ -50,11 +49,11 @@ class LaunchQueue:
         self._undefined = undefined
         self._normalizer = normalizer
         #: Called when no bucket of the iteration is left to launch.
-        self.on_all_launched: Callable[[], object] = _nothing
+        self.on_all_launched: Callable[[], object]
         self.records: NoRecords = NO_RECORDS  #: of the model's steps
         self._monitor = monitor
-        self.world_size = world_size
-        self.divisor = world_size  #: of the sum of all ranks' gradients
+        self.world_size = bucket_set.process_group.size()
+        self.divisor = self.world_size  #: of the sum of all ranks' gradients
 
     @property
     def sends(self) -> bool:
@@ -84,17 +83,6 @@ class LaunchQueue:
     def not_launched(self) -> Sequence[Bucket]:
         """The buckets that have not been launched, in plan order."""
         return self._set.buckets[self._set.iteration.num_launched :]
-
-    @property
-    def _last_bucket(self) -> Bucket | None:
-        """The bucket that is launched last."""
-        return next((bucket for bucket in reversed(self._set.buckets) if not bucket.iteration.is_skipped), None)
-
-    @property
-    def left_out(self) -> set[int]:
-        """The parameters whose buckets are not sent in this iteration because no rank uses them."""
-        buckets = [bucket for bucket in self._set.buckets if bucket.iteration.is_skipped]
-        return {index for bucket in buckets for index in bucket.param_indices}
 
     @property
     def missing(self) -> list[int]:
@@ -216,7 +204,7 @@ class LaunchQueue:
         while not self.all_launched and (bucket := self.not_launched[0]).is_ready:
             if self.sends and not bucket.iteration.is_skipped:
                 iteration.has_launched = True
-                self._launch(bucket, is_last=bucket is self._last_bucket)
+                self._launch(bucket, is_last=all(later.iteration.is_skipped for later in self.not_launched[1:]))
             iteration.num_launched += 1
         if self.all_launched and iteration.num_launched > before:
             iteration.is_exchange = iteration.is_whole and self.world_size > 1 and self.algorithm.meets_others
@@ -299,7 +287,3 @@ class LaunchQueue:
 
 def _reduction_failed(bucket: Bucket, error: RuntimeError) -> ReductionError:
     return error_messages.reduction_failed(bucket.describe(), error)
-
-
-def _nothing() -> None:
-    pass

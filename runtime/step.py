@@ -91,9 +91,7 @@ class Step:
         self._policy = policy_for(config, self._set)
         self.normalizer = Normalizer(process_group, self.parameters[0].device, monitor)
         self._norm = GradientNorm(self._set)
-        self._queue = LaunchQueue(
-            self._set, process_group.size(), monitor, algorithm, self._policy, self._undefined, self.normalizer
-        )
+        self._queue = LaunchQueue(self._set, monitor, algorithm, self._policy, self._undefined, self.normalizer)
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
         self._early = EarlyLaunch(
             self._set, self._queue, self._hooks, accumulators, self._policy, has_launches is not None
@@ -125,7 +123,7 @@ class Step:
         if self._lifecycle.phase.state is State.LAUNCHED:
             raise error_messages.not_finalized("a forward")
         self._local_steps.forward_begins()
-        self._monitor.local_steps_are(self._local_steps.num_found)
+        self._monitor.num_local_steps = self._local_steps.num_found
         if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
         if self.is_between_steps:
@@ -214,10 +212,10 @@ class Step:
         It may be of a forward inside ``no_sync`` although another backward is expected, if nothing has reached the
         forward of that one: it comes later, or it has raised in the loss.
         """
-        lifecycle = self._lifecycle
+        lifecycle, forwards = self._lifecycle, self._monitor.forwards
         if lifecycle.phase.state is State.LOCAL:
             return True
-        return lifecycle.had_local_forward and lifecycle.phase.state is State.ARMED and self._monitor.awaits_backward
+        return lifecycle.had_local_forward and lifecycle.phase.state is State.ARMED and forwards.awaits_backward
 
     def _enter_backward(self, arriving: tuple[int, ...], is_computed: bool = False) -> None:
         """A backward has brought the gradients of these parameters. The first time, prepare for the rest."""
@@ -313,7 +311,7 @@ class Step:
             self._hooks.notify_after_others(index)
             self._set.iteration.with_running_hooks.append(bucket)
 
-    def hooks_have_run(self) -> None:
+    def hooks_have_run(self, *_: object) -> None:
         """All hooks on the parameter that arrived last have run: launch the buckets that it completes, in their turn.
 
         `LaunchQueue.complete` flattens a bucket, and launches what is ready.

@@ -21,7 +21,7 @@ import torch
 
 from ddp_compile import torch_internals
 from ddp_compile.api import ddp_compile
-from ddp_compile.commands.users_step import TracingError, UsersStep, loaded, raising_at, users_step
+from ddp_compile.commands.users_step import TracingError, UsersStep, raising_at, users_step
 from ddp_compile.config import caps_from_mib, in_mib
 from ddp_compile.module.explanation import TOO_EARLY, explain
 from ddp_compile.module.mixin import state_of
@@ -30,6 +30,7 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.report.explanation import Explanation
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.torch_internals import fake_training
+from ddp_compile.validation.named_functions import load_function
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ def explain_function(name: str, world_size: int, settings: Mapping[str, Any]) ->
     """
     if torch.distributed.is_initialized():
         raise ValueError("there is a process group already; call destroy_process_group() first, or use a new process")
-    function = loaded(name)
+    with raising_at(f"importing {name}", passes=ValueError):
+        function = load_function("function", name, ())
     with fake_training.fake_process_group(world_size), fake_training.quiet_fake_mode() as fake_mode:
         with raising_at(f"{name}()"), fake_mode:
             returned = function()

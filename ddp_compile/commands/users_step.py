@@ -15,7 +15,6 @@ from ddp_compile.commands.arguments import RETURNS
 from ddp_compile.errors import with_article
 from ddp_compile.functions import is_replicated
 from ddp_compile.torch_internals import fake_training
-from ddp_compile.validation.named_functions import load_function
 
 _PLAIN_MODULE = "return the module as it is: this command calls ddp_compile itself"
 #: Ways out of errors, by the name of a function that the user's code called, or by a word of the error.
@@ -38,11 +37,6 @@ class UsersStep(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], Tensor]
-
-
-def loaded(name: str) -> Callable[[], Any]:
-    with raising_at(f"importing {name}", passes=ValueError):
-        return load_function("function", name, ())
 
 
 def users_step(name: str, returned: Any, fake_mode: Any) -> UsersStep:

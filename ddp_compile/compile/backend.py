@@ -7,7 +7,7 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ class _Graph(NamedTuple):
         return f"graph {self.number}"
 
 
+@dataclass(eq=False, repr=False)  # Dynamo compares backends by identity, and takes str() for a name
 class TrainingBackend:
     """Compiles the training graphs of one module.
 
@@ -62,28 +63,18 @@ class TrainingBackend:
         moves_gradients: Whether such a backward may move gradients to the flat buffers.
     """
 
-    def __init__(
-        self,
-        compiler: GraphCompiler,
-        builder: PlanBuilder,
-        parameters: Mapping[int, int],
-        modules: Mapping[int, str],
-        split: SplitMode,
-        launches_in_backward: bool,
-        reducer_id: int,
-        moves_gradients: bool,
-    ) -> None:
-        self.compiler = compiler
-        self.builder = builder
-        self.parameters = parameters
-        self.modules = modules
-        self.split = split
-        self.reducer_id = reducer_id
-        self.reports: list[GraphReport] = []
-        self.launches_in_backward = launches_in_backward
-        self.moves_gradients = moves_gradients
-        self.runs: list[bool] = []  #: for each graph run since a forward began, whether it is all of the forward
-        self.root: Callable[..., Any] | None = None  #: the function at whose frame Dynamo starts
+    compiler: GraphCompiler
+    builder: PlanBuilder
+    parameters: Mapping[int, int]
+    modules: Mapping[int, str]
+    split: SplitMode
+    launches_in_backward: bool
+    reducer_id: int
+    moves_gradients: bool
+    reports: list[GraphReport] = field(default_factory=list, init=False)
+    #: For each graph run since a forward began, whether it is all of the forward.
+    runs: list[bool] = field(default_factory=list, init=False)
+    root: Callable[..., Any] | None = field(default=None, init=False)  #: the function at whose frame Dynamo starts
 
     @property
     def has_launches(self) -> bool:
@@ -108,7 +99,7 @@ class TrainingBackend:
         if torch_internals.loses_gradients_of_collectives(gm):
             raise _loses_gradients(name)
         parameter_of = self._find_parameters(gm, example_inputs)
-        order = [entry.parameter for entry in grad_ready_order(gm, parameter_of)]
+        order = list(grad_ready_order(gm, parameter_of))
         has_backward = any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
         if not order or not has_backward:  # no backward if the graph was made under no_grad
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
@@ -269,7 +260,7 @@ def launches_in_backward(split: SplitMode, compiler: GraphCompiler, process_grou
     """
     if split not in ("auto", "backward"):
         return False
-    can_edit = compiler.can_edit()
+    can_edit = torch_internals.editing_backend(compiler.inner) is not None
     if split == "backward" and not can_edit:
         log.log(
             warning_level(process_group),

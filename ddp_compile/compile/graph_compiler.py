@@ -5,23 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import this_rank
+from ddp_compile.report.explanation import Failure
 from ddp_compile.torch_internals import GraphEdit, InnerBackend
 
 log = logging.getLogger(__name__)
-
-
-class CompileFailure(NamedTuple):
-    """A graph that runs eagerly because it could not be compiled."""
-
-    graph: str  #: its name, with its parameters
-    error: str  #: in one line; the exception's traceback would keep the graph alive
 
 
 class GraphCompiler:
@@ -37,15 +31,7 @@ class GraphCompiler:
     def __init__(self, inner: InnerBackend, fullgraph: bool) -> None:
         self.inner = inner
         self.fullgraph = fullgraph
-        self.failures: list[CompileFailure] = []
-
-    def can_edit(self) -> bool:
-        """Whether `compile` takes an edit: whether the inner backend is known to compile our operators.
-
-        Raises:
-            ValueError: The backend's ``inner_compile`` is not callable.
-        """
-        return torch_internals.editing_backend(self.inner) is not None
+        self.failures: list[Failure] = []
 
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str, edit: GraphEdit | None = None
@@ -81,18 +67,18 @@ class GraphCompiler:
             if edit is None:
                 return self.inner(gm, inputs)
             compile_and_edit = torch_internals.editing_backend(self.inner)
-            assert compile_and_edit is not None, "asked to edit what `can_edit` denies"
+            assert compile_and_edit is not None, "see `launches_in_backward`"
             return compile_and_edit(gm, inputs, edit)
 
     def _accept_failure(self, error: Exception, graph: str) -> None:
         """Warn that a graph runs eagerly, or raise its error if it must not."""
         if torch_internals.is_request_to_dynamo(error) or _ran_out_of_memory(error):
             raise error
-        failure = CompileFailure(graph, _in_one_line(error))
-        self.failures.append(failure)
+        in_one_line = _in_one_line(error)  # the exception's traceback would keep the graph alive
+        self.failures.append(Failure(graph, in_one_line))
         log.debug("%s: %s did not compile", this_rank(), graph, exc_info=error)
         advice = _WAYS_OUT if len(self.failures) == 1 else ""
-        log.warning("%s: %s did not compile and runs eagerly: %s%s", this_rank(), *failure, advice)
+        log.warning("%s: %s did not compile and runs eagerly: %s%s", this_rank(), graph, in_one_line, advice)
 
 
 _WAYS_OUT = (

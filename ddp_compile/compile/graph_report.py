@@ -12,7 +12,7 @@ from ddp_compile import torch_internals
 from ddp_compile.passes.forward.partition_graph import partition_names
 from ddp_compile.passes.pipeline import Declined
 from ddp_compile.plan.spec import BucketSpec
-from ddp_compile.torch_internals import UserLine
+from ddp_compile.torch_internals import SourceLine
 
 
 class GraphPart(NamedTuple):
@@ -33,16 +33,8 @@ class GraphReport(NamedTuple):
     declined: tuple[Declined, ...] = ()
     launches_in_backward: bool = False
     not_cut: tuple[Declined, ...] = ()  #: of a graph left whole since it could not be cut for every bucket
-    lines: Mapping[str, UserLine] = MappingProxyType({})  #: of the user, by name of the nodes that are named here
+    lines: Mapping[str, SourceLine] = MappingProxyType({})  #: of the user, by name of the nodes that are named here
     modules: Mapping[str, str] = MappingProxyType({})  #: the innermost modules whose calls have these nodes, by name
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self.buckets)
-
-    @property
-    def num_partitions(self) -> int:
-        return len(self.parts)
 
     def with_places_of(self, gm: fx.GraphModule, names: Mapping[int, str]) -> GraphReport:
         """The report with the user's lines and modules.

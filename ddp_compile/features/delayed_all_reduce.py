@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 import torch
@@ -76,21 +75,17 @@ class DelayedAllReduce:
         self._parameters = dict(parameters.named)
         self._process_group = process_group
         self._handle: RemovableHandle | None = None
-        # A parameter holds its hooks in C++, where gc cannot see a cycle.
-        this = weakref.ref(self)
-
-        def has_come(_parameter: Tensor) -> None:
-            alive = this()
-            if alive is not None:
-                torch_internals.queue_backward_callback(alive._backward_ends)
-
         if parameters.trigger is not None:
             register = parameters.trigger.register_post_accumulate_grad_hook
-            self._handle = torch_internals.register_own(register, has_come)
+            # A parameter holds its hooks in C++, where gc cannot see a cycle.
+            self._handle = torch_internals.register_own(register, torch_internals.while_alive(self._has_come))
 
     def remove_hook(self) -> None:
         if self._handle is not None:
             self._handle.remove()
+
+    def _has_come(self, _trigger: Tensor) -> None:
+        torch_internals.queue_backward_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         if torch_internals.is_inside_backward():

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import RankStep, Step, Transfer, union_length
@@ -63,12 +64,6 @@ class Measurement:
         self._is_over = False
         self._hosts: Any = host_group(group, device, own=False)
         self._offsets = _among_ranks(measure_offsets, *self._hosts)
-        this = weakref.ref(self)  # it owns the records, which must not keep it, and so a process group, alive
-
-        def exchange() -> None:
-            if (alive := this()) is not None:
-                alive.exchange()
-
         self._records = StepRecords(
             device,
             reducer.iteration_number,
@@ -76,7 +71,7 @@ class Measurement:
             steps,
             steps or MOST_KEPT,
             work_blocks_host(group, device),
-            exchange,
+            torch_internals.while_alive(self.exchange),  # records must not keep it, and so a process group, alive
         )
         reducer.record_into(self._records)
 

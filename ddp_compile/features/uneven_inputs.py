@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _inside: list[Any] = []  # the modules whose `JoinOne` this process is in
 
 
-class UnevenInputs:
+class UnevenInputs(JoinHook):
     """The part of one replicated module in a ``Join``.
 
     Source: ``_DDPJoinHook`` of torch 2.13, nn/parallel/distributed.py.
@@ -50,7 +50,7 @@ class UnevenInputs:
     def hook(self, divide_by_initial_world_size: bool) -> JoinHook:
         """The hook that ``Join`` calls on a rank that has no input left."""
         self._divides_by_initial_world_size = divide_by_initial_world_size
-        return _Hook(self)
+        return self
 
     def forward_begins(self, module: nn.Module, synchronizes: bool) -> int:
         """Before a forward with gradients on this rank: inside ``Join``, notify the ranks that have no input left.
@@ -72,7 +72,7 @@ class UnevenInputs:
         self._enter(training)
         return training[-1] if training else 0
 
-    def shadow_iteration(self) -> None:
+    def main_hook(self) -> None:
         """Join one iteration of the ranks that still train."""
         training = self._ranks_that_train(False)
         if training:  # otherwise they accumulate
@@ -81,7 +81,7 @@ class UnevenInputs:
             self._state.shadow_buffers(training[-1])
             self._state.reducer.shadow_backward()
 
-    def end(self, is_last_joiner: bool) -> None:
+    def post_hook(self, is_last_joiner: bool) -> None:
         """When no rank has input left, give every rank the parameters of one that trained longest."""
         group = self._state.process_group
         with Exchange("end of a Join", self._state.monitor):
@@ -106,17 +106,6 @@ class UnevenInputs:
         if training:  # otherwise nothing is reduced
             size = self._state.process_group.size()
             self._state.reducer.enter_join(size if self._divides_by_initial_world_size else len(training))
-
-
-class _Hook(JoinHook):
-    def __init__(self, inputs: UnevenInputs) -> None:
-        self._inputs = inputs
-
-    def main_hook(self) -> None:
-        self._inputs.shadow_iteration()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._inputs.end(is_last_joiner)
 
 
 class JoinOne(Join):

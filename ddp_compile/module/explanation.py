@@ -17,13 +17,11 @@ from ddp_compile.report.explanation import (
     Break,
     BucketLaunch,
     Explanation,
-    Failure,
     GraphExplanation,
     Partition,
     Refusal,
-    SourceLine,
 )
-from ddp_compile.torch_internals import GraphBreaks, UserLine
+from ddp_compile.torch_internals import GraphBreaks, SourceLine
 
 if TYPE_CHECKING:
     from ddp_compile.module.replicate_state import ReplicateState
@@ -64,7 +62,7 @@ def explain(
         breaks=tuple(_breaks(state.breaks)),
         sharding=tuple(state.reducer.algorithm.sharding.explain()),
         averaging=tuple(state.reducer.normalizer.explain()),
-        failures=tuple(Failure(*failure) for failure in state.compiler.failures),
+        failures=tuple(state.compiler.failures),
     )
 
 
@@ -132,7 +130,7 @@ def _explain_graph(report: GraphReport, plan: BucketPlan) -> GraphExplanation:
         return tuple(Refusal(each.node, each.reason, bucket_of(each.bucket), *place(each)) for each in declined)
 
     def place(declined: Declined) -> tuple[str | None, SourceLine | None]:
-        return report.modules.get(declined.node), _source(declined.line or report.lines.get(declined.node))
+        return report.modules.get(declined.node), declined.line or report.lines.get(declined.node)
 
     def bucket_of(index: int | None) -> int | None:
         """The number in the plan of a bucket that had another one when the graph was compiled."""
@@ -144,7 +142,7 @@ def _explain_graph(report: GraphReport, plan: BucketPlan) -> GraphExplanation:
             tuple(sorted({plan.bucket_of_parameter[index] for index in part.reads})),
             part.first_node,
             report.modules.get(part.first_node or ""),
-            _source(report.lines.get(part.first_node or "")),
+            report.lines.get(part.first_node or ""),
         )
         for part in report.parts
     ]
@@ -158,13 +156,9 @@ def _explain_graph(report: GraphReport, plan: BucketPlan) -> GraphExplanation:
     )
 
 
-def _source(line: UserLine | None) -> SourceLine | None:
-    return None if line is None else SourceLine(*line)
-
-
 def _breaks(breaks: GraphBreaks) -> list[Break]:
     first = breaks.first
-    return [Break("the first graph break", first.reason, SourceLine(*first.place))] if first is not None else []
+    return [Break("the first graph break", first.reason, first.place)] if first is not None else []
 
 
 def _in_no_graph(state: ReplicateState, plan: BucketPlan, unused: Set[int]) -> tuple[int, ...]:

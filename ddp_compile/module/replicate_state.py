@@ -174,8 +174,9 @@ class ReplicateState:
         )
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.breaks = GraphBreaks()
-        inside = None if by_regions else _while_alive(self.compile_inside)
-        call = torch_internals.traced_call_of(type(module), _while_alive(self.await_before_python), inside)
+        inside = None if by_regions else torch_internals.while_alive(self.compile_inside)
+        await_parameters = torch_internals.while_alive(self.await_before_python)
+        call = torch_internals.traced_call_of(type(module), await_parameters, inside)
         self.backend.root = call
         self._call_eagerly = self._call_training = self._call_evaluation = call
         if by_regions:
@@ -415,17 +416,6 @@ class ReplicateState:
             )
         if warning is not None:
             log.log(warning_level(self.process_group), "%s", warning)
-
-
-def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """The same for Dynamo, which would keep a bound method, and its object, forever."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*args)
-
-    return call
 
 
 def _nothing() -> None:

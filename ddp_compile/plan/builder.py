@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ddp_compile.plan.packing import check_caps, check_layout, pack
+from ddp_compile.plan.packing import pack
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
 
 
@@ -27,9 +27,6 @@ class PlanBuilder:
         caps_bytes: Bucket capacities in bytes, see `plan_buckets`. Each frame starts with the first one.
         layout: See `BucketSpec`.
         region_of: The region of each parameter that is in one, by index; see `pack`.
-
-    Raises:
-        ValueError: As `plan_buckets`.
     """
 
     def __init__(
@@ -39,8 +36,6 @@ class PlanBuilder:
         layout: Layout = "padded",
         region_of: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        check_layout(layout)
-        check_caps(caps_bytes)
         assert [gradient.index for gradient in gradients] == list(range(len(gradients)))
         self.gradients = tuple(gradients)
         self.caps_bytes = tuple(caps_bytes)
@@ -64,8 +59,10 @@ class PlanBuilder:
         fresh = [self.gradients[i] for i in ready_order if i not in self._place_of]
         if fresh:  # empty if a frame is compiled again
             self._pack_frame(fresh)
-        # No loop over all buckets, since a model may have a hundred frames with many small parameters.
-        found = {self._index_of(place): place for place in map(self._place_of.__getitem__, ready_order)}
+        # By the index that `propose` would now give a bucket: every new frame goes before the earlier ones. There is no
+        # loop over all buckets, since a model may have a hundred frames with many small parameters.
+        places = map(self._place_of.__getitem__, ready_order)
+        found = {self._num_buckets - place.from_end: place for place in places}
         return [replace(self._frames[place.frame][place.position], index=i) for i, place in sorted(found.items())]
 
     def _pack_frame(self, gradients: Sequence[GradientSpec]) -> None:
@@ -76,10 +73,6 @@ class PlanBuilder:
         for position, bucket in enumerate(buckets):
             place = _Place(frame, position, self._num_buckets - position)
             self._place_of.update((gradient.index, place) for gradient in bucket.gradients)
-
-    def _index_of(self, place: _Place) -> int:
-        """The index that `propose` would now give a bucket: every new frame goes before the earlier ones."""
-        return self._num_buckets - place.from_end
 
     def propose(self) -> BucketPlan:
         """The plan as this rank sees it.

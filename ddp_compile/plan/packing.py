@@ -35,19 +35,11 @@ def plan_buckets(
         ValueError: A capacity is not positive, or the layout is not known.
     """
     caps = (caps_bytes,) if isinstance(caps_bytes, int) else tuple(caps_bytes)
-    return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)))
-
-
-def check_caps(caps_bytes: Sequence[int]) -> None:
-    if not caps_bytes or any(cap <= 0 for cap in caps_bytes):
-        raise ValueError(
-            f"bucket capacities {list(caps_bytes)} (bytes) must be positive and at least one must be given"
-        )
-
-
-def check_layout(layout: Layout) -> None:
+    if not caps or any(cap <= 0 for cap in caps):
+        raise ValueError(f"bucket capacities {list(caps)} (bytes) must be positive and at least one must be given")
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r} is not known; pass one of {get_args(Layout)}")
+    return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)))
 
 
 def kind_of(gradient: GradientSpec) -> Kind:
@@ -82,8 +74,6 @@ def pack(
 
     Source: ``compute_bucket_assignment_by_size`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
-    check_caps(caps_bytes)
-    check_layout(layout)
     filling_of: dict[Kind, _Filling] = {}
     place: dict[int, int] = {}
     for region, members in itertools.groupby(gradients, lambda gradient: region_of.get(gradient.index)):

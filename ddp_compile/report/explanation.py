@@ -12,26 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from ddp_compile.errors import format_ranks, number_of, shorten_names
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.plan.typed_json import from_document
+from ddp_compile.torch_internals import SourceLine
 
 _JSON_VERSION = 2
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLine:
-    """A line of the user's code.
-
-    Args:
-        file: Path of the file.
-        line: Number of the line, from 1 on.
-        code: Text of the line without indentation; empty if the file cannot be read.
-    """
-
-    file: str
-    line: int
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)

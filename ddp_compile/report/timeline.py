@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from html import escape
 
 from ddp_compile.report.spans import Span, spans_of
@@ -41,12 +42,16 @@ def render_timeline(step: Step, least_s: float) -> str:
     spans = spans_of(step)
     begin = min(0.0, *(span.begin for own in spans.values() for span in own))
     end = max(span.end for own in spans.values() for span in own)
-    scale = _Scale(begin, (_WIDTH - _LEFT - 8) / max(end - begin, 1e-9))
+    per_second = (_WIDTH - _LEFT - 8) / max(end - begin, 1e-9)
+
+    def x_of(seconds: float) -> float:
+        return _LEFT + (seconds - begin) * per_second
+
     bottom = _TOP + _LANE * len(spans)
     late = {rank: late_s for rank in spans if (late_s := step.lateness_s(rank)) >= max(least_s, 1e-9)}
-    parts = [_grid(scale, begin, end, bottom)]
+    parts = [_grid(x_of, begin, end, bottom)]
     for i, (rank, own) in enumerate(spans.items()):
-        parts.append(_lane(rank, own, _TOP + _LANE * i, scale, late.get(rank)))
+        parts.append(_lane(rank, own, _TOP + _LANE * i, x_of, late.get(rank)))
     label = f"Timeline of step {step.number}, one lane for each of {len(spans)} ranks"
     return (
         f'<svg viewBox="0 0 {_WIDTH} {bottom + 24}" role="img" aria-label="{escape(label)}" '
@@ -54,29 +59,14 @@ def render_timeline(step: Step, least_s: float) -> str:
     )
 
 
-class _Scale:
-    """From seconds to units of the picture."""
-
-    def __init__(self, begin: float, per_second: float) -> None:
-        self._begin, self._per_second = begin, per_second
-
-    def x(self, seconds: float) -> float:
-        return _LEFT + (seconds - self._begin) * self._per_second
-
-    def edges(self, span: Span) -> tuple[str, str]:
-        """Left edge, and a width that is large enough to see."""
-        left = self.x(span.begin)
-        return f"{left:.1f}", f"{max(self.x(span.end) - left, 0.6):.1f}"
-
-
-def _grid(scale: _Scale, begin: float, end: float, bottom: float) -> str:
+def _grid(x_of: Callable[[float], float], begin: float, end: float, bottom: float) -> str:
     """Vertical lines at round times, labeled below."""
     about = (end - begin) / 9
     power = 10.0 ** math.floor(math.log10(about)) if about > 0 else 1.0
     apart = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= about)
     parts = []
     for i in range(math.ceil(begin / apart - 1e-9), math.floor(end / apart + 1e-9) + 1):
-        x = f"{scale.x(i * apart):.1f}"
+        x = f"{x_of(i * apart):.1f}"
         unit = " ms" if i == 0 else ""
         parts.append(
             f'<path class="grid" d="M{x} {_TOP}V{bottom}"/>'
@@ -85,12 +75,13 @@ def _grid(scale: _Scale, begin: float, end: float, bottom: float) -> str:
     return "".join(parts)
 
 
-def _lane(rank: int, spans: list[Span], top: float, scale: _Scale, late_s: float | None) -> str:
+def _lane(rank: int, spans: list[Span], top: float, x_of: Callable[[float], float], late_s: float | None) -> str:
     queue: list[str] = []
     upper: list[str] = []
     lower: list[str] = []
     for span in spans:
-        left, width = scale.edges(span)
+        begin, end = x_of(span.begin), x_of(span.end)
+        left, width = f"{begin:.1f}", f"{max(end - begin, 0.6):.1f}"  # wide enough to see
         if span.lane == "queue":
             queue.append(f"M{left} {_ROW + _ROW // 2}h{width}")
             continue

@@ -55,22 +55,17 @@ def median_times(steps: Sequence[Step]) -> dict[tuple[Kind, int], Times]:
 
     Of a bucket that was launched again, the last transfer counts.
     """
-    every = [{(each.kind, each.bucket): _times(each) for each in step.transfers} for step in steps]
-    return {key: _median([times[key] for times in every]) for key in every[0] if all(key in times for times in every)}
+    every = [{(each.kind, each.bucket): each for each in step.transfers} for step in steps]
+    keys = [key for key in every[0] if all(key in transfers for transfers in every)]
+    return {key: _median([transfers[key] for transfers in every]) for key in keys}
 
 
-def _times(transfer: TransferOverRanks) -> Times:
-    exposed_s = max(transfer.exposed_s(rank) for rank in transfer.by_rank)
-    ready = max(own.ready for own in transfer.by_rank.values())
-    return Times(ready, transfer.launched, transfer.began, transfer.transfer_s, exposed_s)
-
-
-def _median(times: Sequence[Times]) -> Times:
-    known = [each.transfer_s for each in times if each.transfer_s is not None]
+def _median(transfers: Sequence[TransferOverRanks]) -> Times:
+    known = [each.transfer_s for each in transfers if each.transfer_s is not None]
     return Times(
-        ready=median(each.ready for each in times),
-        launched=median(each.launched for each in times),
-        began=median(each.began for each in times),
-        transfer_s=median(known) if len(known) == len(times) else None,
-        exposed_s=median(each.exposed_s for each in times),
+        ready=median(max(own.ready for own in each.by_rank.values()) for each in transfers),
+        launched=median(each.launched for each in transfers),
+        began=median(each.began for each in transfers),
+        transfer_s=median(known) if len(known) == len(transfers) else None,
+        exposed_s=median(max(each.exposed_s(rank) for rank in each.by_rank) for each in transfers),
     )

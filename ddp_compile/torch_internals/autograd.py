@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +31,17 @@ def never_compile(function: Callable[..., Any]) -> None:
     ``torch.compiler.disable`` would add a wrapper to each call.
     """
     set_code_exec_strategy(getattr(function, "__func__", function).__code__, _skip_all())
+
+
+def while_alive(method: Callable[..., None]) -> Callable[..., None]:
+    """The method for those who would keep it, and its object, forever: Dynamo, parameters and all optimizers."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
 
 
 def current_graph_task_id() -> int:

@@ -16,6 +16,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from ddp_compile.torch_internals.autograd import never_compile
 
 class GraphBreak(NamedTuple):
     reason: str  #: Dynamo's reason, in one line
-    place: UserLine  #: of the innermost code that is neither torch's nor Python's own
+    place: SourceLine  #: of the innermost code that is neither torch's nor Python's own
 
 
 class GraphBreaks:
@@ -119,15 +120,25 @@ _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _NO_FILE = ("<frozen ", "<eval_with_key>")
 
 
-class UserLine(NamedTuple):
-    """A line of the user's code."""
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of the user's code.
+
+    Args:
+        file: Path of the file.
+        line: Number of the line, from 1 on.
+        code: Text of the line without indentation; empty if the file cannot be read.
+    """
 
     file: str
     line: int
-    code: str  #: its text without indentation; empty if the file cannot be read
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
 
 
-def user_line_of(node: fx.Node) -> UserLine | None:
+def user_line_of(node: fx.Node) -> SourceLine | None:
     """The innermost line of the user's code that a node comes from, by the stack that Dynamo recorded."""
     frames = re.findall(r'^ *File "(.+)", line (\d+), in ', node.stack_trace or "", re.MULTILINE)
     for file, line in reversed(frames):
@@ -144,9 +155,9 @@ def modules_of(node: fx.Node) -> Iterator[int]:
             yield int(module)
 
 
-def user_line(file: str, line: int) -> UserLine:
+def user_line(file: str, line: int) -> SourceLine:
     """A line with its code."""
-    return UserLine(file, line, linecache.getline(file, line).strip())
+    return SourceLine(file, line, linecache.getline(file, line).strip())
 
 
 def is_of_users(filename: str) -> bool:

@@ -52,29 +52,19 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
         if kind is None or (name and is_left):
             continue
         where = f"submodule {name}" if name else "the module"
-        raise ReplicationError(
-            f"{this_rank()}: {where} is {with_article(kind)}{_shards_what(submodule, name)}; {_INSTEAD[kind]}"
-        )
-
-
-def _shards_what(submodule: nn.Module, name: str) -> str:
-    if _kind_of(type(submodule)) not in _SHARDING:
-        return ""
-    names = [f"{name}.{each}" if name else each for each, _ in submodule.named_parameters()]
-    return f", which shards {shorten_names(names)}"
-
-
-def reduces_by_itself(cls: type) -> bool:
-    """Whether modules of a class themselves reduce or shard gradients."""
-    return _kind_of(cls) in _REDUCING
+        shards = ""
+        if kind in _SHARDING:
+            names = [f"{name}.{each}" if name else each for each, _ in submodule.named_parameters()]
+            shards = f", which shards {shorten_names(names)}"
+        raise ReplicationError(f"{this_rank()}: {where} is {with_article(kind)}{shards}; {_INSTEAD[kind]}")
 
 
 def reducing_wrappers_inside(module: nn.Module) -> list[str]:
     """The submodules that themselves reduce or shard gradients, as in "layers.0 is an FSDPModule"."""
     return [
-        f"{name or 'the module'} is {with_article(str(_kind_of(type(submodule))))}"
+        f"{name or 'the module'} is {with_article(str(kind))}"
         for name, submodule in module.named_modules()
-        if reduces_by_itself(type(submodule))
+        if (kind := _kind_of(type(submodule))) in _REDUCING
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from ddp_compile.errors import KernelUnavailableError
 
@@ -12,24 +12,11 @@ from ddp_compile.errors import KernelUnavailableError
 OLDEST_DRIVER = 12010
 
 
-class Driver(Protocol):
-    """The driver of one device. In the tests, a driver that runs the kernels on the CPU."""
-
-    def load(self, binary: bytes) -> Any:
-        """The module of a binary."""
-
-    def function(self, module: Any, name: str) -> Any:
-        """A kernel of a module."""
-
-    def launch(self, function: Any, num_blocks: int, num_threads: int, parameters: int, stream: int) -> None:
-        """Start a kernel on a stream. ``parameters`` is the address of an array of the addresses of its parameters."""
-
-
 class CudaDriver:
     """The driver, with the primary context of one device, which torch uses.
 
     Each thread has a current context, which may be the wrong one: a thread has none before its first call of the CUDA
-    runtime.
+    runtime. The tests have a driver that runs kernels on the CPU.
 
     Args:
         ordinal: The device's number, as in ``torch.device("cuda", ordinal)``. torch has initialized CUDA already.
@@ -62,11 +49,13 @@ class CudaDriver:
         return module
 
     def function(self, module: Any, name: str) -> Any:
+        """A kernel of a module."""
         with self._loading():
             (function,) = self._call("cuModuleGetFunction", module, name.encode())
         return function
 
     def launch(self, function: Any, num_blocks: int, num_threads: int, parameters: int, stream: int) -> None:
+        """Start a kernel on a stream. ``parameters`` is the address of an array of the addresses of its parameters."""
         previous = self._enter()
         try:
             (status,) = self._launch(function, num_blocks, 1, 1, num_threads, 1, 1, 0, stream, parameters, 0)

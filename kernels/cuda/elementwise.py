@@ -29,7 +29,6 @@ _MIN_SLICE_CODES = 2 * _PACKET_CODES * BLOCK_THREADS
 
 
 def minmax_u8_compress(values: Tensor, rows: Tensor, skip_chunk: int | None = None) -> None:
-    """See `ddp_compile.kernels.minmax_u8_compress`."""
     device = kernel_device(values.device)
     arguments, num_blocks = _codec_arguments(values, rows, device)
     # Two floats for each block. The memory may be reused when this returns, but only on the same stream.
@@ -42,7 +41,6 @@ def minmax_u8_compress(values: Tensor, rows: Tensor, skip_chunk: int | None = No
 
 
 def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False) -> None:
-    """See `ddp_compile.kernels.minmax_u8_decompress`."""
     device = kernel_device(values.device)
     arguments, num_blocks = _codec_arguments(values, rows, device)
     kernel = "add_codes" if accumulate else "read_codes"
@@ -50,13 +48,11 @@ def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False)
 
 
 def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
-    """See `ddp_compile.kernels.average_into`."""
     arguments = AverageArguments(x.data_ptr(), total.data_ptr(), copy.data_ptr(), x.numel(), count)
     _launch_over(x, f"average_{FORMAT_OF[x.dtype]}", arguments)
 
 
 def add_rows(rows: Tensor, out: Tensor, scale: float) -> None:
-    """See `ddp_compile.kernels.add_rows`."""
     arguments = AddRowsArguments(rows.data_ptr(), out.data_ptr(), out.numel(), len(rows), scale)
     _launch_over(out, f"add_rows_{FORMAT_OF[out.dtype]}", arguments)
 

@@ -32,8 +32,6 @@ class CudaExecutor(NativeTensorTable):
         KernelUnavailableError: The kernels cannot be used on this device.
     """
 
-    implementation = "cuda"
-
     def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
         self._device = kernel_device(flat.device)
         super().__init__(library.load(), tensors, flat, offsets)

@@ -16,7 +16,7 @@ import torch
 from ddp_compile.errors import KernelUnavailableError
 from ddp_compile.kernels.cuda.arguments import BLOCK_THREADS, Arguments
 from ddp_compile.kernels.cuda.compiler import Compiler
-from ddp_compile.kernels.cuda.driver import CudaDriver, Driver
+from ddp_compile.kernels.cuda.driver import CudaDriver
 from ddp_compile.kernels.cuda.programs import LARGEST_KERNEL, PROGRAM_OF, Program
 from ddp_compile.kernels.native import library
 
@@ -34,7 +34,7 @@ class KernelDevice:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         binary_of: Callable[[Program], bytes],
         current_stream: Callable[[], int],
         num_multiprocessors: int,

@@ -118,8 +118,6 @@ class NativeTensorTable:
 class NativeExecutor(NativeTensorTable):
     """Moves the tensors of one bucket with the C++ library, with torch's number of threads; see `FlattenExecutor`."""
 
-    implementation = "native"
-
     def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
         super().__init__(library.load(), tensors, flat, offsets)
 

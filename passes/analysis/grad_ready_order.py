@@ -7,19 +7,13 @@ the *earliest* node that uses it has run. Reading the forward graph from its end
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from torch import fx
 
 from ddp_compile.passes.analysis.graph_nodes import is_input, is_view_or_cast, requires_grad
 
 
-class GradReady(NamedTuple):
-    parameter: int  #: its index
-    position: int  #: position in the node list of the earliest node that computes with the parameter
-
-
-def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> list[GradReady]:
+def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> dict[int, int]:
     """The parameters of a Dynamo graph in gradient-ready order, each once.
 
     Args:
@@ -28,9 +22,9 @@ def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> lis
             stand for one parameter.
 
     Returns:
-        One entry for each parameter that a node computes with while gradients are recorded, latest use first.
-        Parameters of one node (weight and bias of a linear layer) are in reverse registration order, in which the
-        engine reaches them.
+        For each parameter that a node computes with while gradients are recorded, the position of the earliest such
+        node; latest use first. Parameters of one node (weight and bias of a linear layer) are in reverse registration
+        order, in which the engine reaches them.
     """
     earliest: dict[int, int] = {}
     # The parameters that a node is, or is a view or cast of.
@@ -47,8 +41,7 @@ def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> lis
             continue
         for parameter in parameters:
             earliest.setdefault(parameter, position)
-    ready = [GradReady(parameter, position) for parameter, position in earliest.items()]
-    return sorted(ready, key=lambda entry: (-entry.position, -entry.parameter))
+    return dict(sorted(earliest.items(), key=lambda entry: (-entry[1], -entry[0])))
 
 
 def is_alias_of_parameters(node: fx.Node, roots: Mapping[fx.Node, frozenset[int]]) -> bool:

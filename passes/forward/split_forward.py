@@ -65,7 +65,7 @@ def _find_boundaries(gm: fx.GraphModule, ctx: PassContext) -> list[_Boundary]:
         for argument in node.all_input_nodes:
             if argument.name in ctx.parameter_of:
                 reads.setdefault(ctx.parameter_of[argument.name], position)
-    position_of = {entry.parameter: reads[entry.parameter] for entry in grad_ready_order(gm, ctx.parameter_of)}
+    position_of = {parameter: reads[parameter] for parameter in grad_ready_order(gm, ctx.parameter_of)}
     boundaries = []
     for bucket in ctx.buckets:
         positions = [position_of[g.index] for g in bucket.gradients if g.index in position_of]

@@ -113,7 +113,6 @@ class Hierarchical(CollectiveChain):
             self.num_collectives += self._between.num_collectives
 
     def after_backward(self) -> None:
-        """See `CommAlgorithm.after_backward`."""
         self._between.after_backward()
 
     @property

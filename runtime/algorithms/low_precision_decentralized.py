@@ -133,7 +133,7 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
 
     def _exchange_whole(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         """Set W, L and R to the ranks' parameters, uncompressed."""
-        self._receive()
+        self.finish_exchanges()
         left, right = _neighbors_in(group)
         for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
             received = [(peer, [kept]) for peer, kept in {left: of_left, right: of_right}.items()]
@@ -141,11 +141,8 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
             own.copy_(x)
         self._begins_anew = False
 
-    def finish_exchanges(self) -> None:
-        self._receive()
-
     @torch.no_grad()
-    def _receive(self) -> None:
+    def finish_exchanges(self) -> None:
         """Bring L and R up to date with the last exchange. If that fails once, every further call fails."""
         for number, messages in list(self._under_way.items()):
             self._await(messages)
@@ -162,7 +159,7 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
     def state_dict(self) -> dict[str, Any]:
         """W, L and R, and the numbers of steps and exchanges. Every rank calls it."""
         state = super().state_dict()
-        self._receive()
+        self.finish_exchanges()
         return {
             **state,
             "rank": self.process_group.rank(),
@@ -174,7 +171,7 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.refuse_state(state)
-        self._receive()
+        self.finish_exchanges()
         for key, flats in self._kept().items():
             for flat, given in zip(flats, state[key], strict=True):
                 flat.copy_(given)

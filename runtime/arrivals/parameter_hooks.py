@@ -21,7 +21,7 @@ class ArrivalListener(Protocol):
 
     def mark_parameter_ready(self, index: int) -> None: ...
 
-    def hooks_have_run(self) -> None: ...
+    def hooks_have_run(self, *_: object) -> None: ...
 
 
 _Slot = tuple[OrderedDict[int, Callable[[Tensor], None]], int, Callable[[Tensor], None]]
@@ -54,7 +54,7 @@ class ParameterHooks:
         ]
         self._all_hooks = [torch_internals.post_accumulate_grad_hooks(parameter) for parameter in parameters]
         self._accumulators = accumulators
-        self._notify_after_others = _hook_after_others_for(self._listener)
+        self._notify_after_others = torch_internals.while_alive(listener.hooks_have_run)
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._batch_of: list[_Batch | None] = [None] * len(parameters)
         self._batching: dict[_Batch, None] = {}  # an ordered set; some batches have stopped
@@ -181,14 +181,5 @@ def _hook_for(listener: weakref.ref[ArrivalListener], index: int) -> Callable[[T
         alive = listener()
         if alive is not None:
             alive.mark_parameter_ready(index)
-
-    return hook
-
-
-def _hook_after_others_for(listener: weakref.ref[ArrivalListener]) -> Callable[[object, object], None]:
-    def hook(_inputs: object, _outputs: object) -> None:
-        alive = listener()
-        if alive is not None:
-            alive.hooks_have_run()
 
     return hook

@@ -13,7 +13,6 @@ from ddp_compile.errors import shorten_names
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime.buckets.comm_algorithm import Pending
 from ddp_compile.runtime.buckets.flat_buffer import FlatBuffer
-from ddp_compile.runtime.buckets.gradient_views import GradientViews
 from ddp_compile.runtime.buckets.iteration import BucketIteration, BucketState
 from ddp_compile.runtime.comm import error_messages, flight_recorder, streams
 
@@ -45,7 +44,7 @@ class Bucket:
     ) -> None:
         self.spec = spec
         self.parameters = tuple(parameters)
-        self._buffer = FlatBuffer(spec, parameters)
+        self.buffer = FlatBuffer(spec, parameters)
         self.gradient_store = gradient_store
         self.param_indices = tuple(gradient.index for gradient in spec.gradients)  #: numbers of its parameters
         self.position_of = {index: position for position, index in enumerate(self.param_indices)}
@@ -66,7 +65,7 @@ class Bucket:
         self.iteration = BucketIteration(set(self.param_indices))
         self._sparse = None
         if self.lazy_allocation:
-            self._buffer.drop()
+            self.buffer.drop()
 
     def let_launch_early(self, may: bool) -> None:
         """From the next iteration on let a compiled backward launch it or not, as all ranks have agreed."""
@@ -176,13 +175,13 @@ class Bucket:
     def keep_own(self, gradients: Sequence[Tensor]) -> None:
         """Keep this rank's gradients, which the result will overwrite, until the iteration ends."""
         # Not the tensors themselves, which would look as if users held them.
-        self.iteration.own = [g.clone() if self.holds(g) else g.detach() for g in gradients]
+        self.iteration.own = [g.clone() if self.buffer.holds(g) else g.detach() for g in gradients]
 
     def claim(self, gradients: Sequence[Tensor | None]) -> None:
         """Before the first write of an iteration: leave the flat buffer to those who hold a part of it, if any."""
         if not self.iteration.is_claimed:
             self.iteration.is_claimed = True
-            self._buffer.claim(gradients)
+            self.buffer.claim(gradients)
 
     def flatten(self, gradients: Sequence[Tensor], scale: float | Tensor) -> None:
         """Write the gradients, times ``scale``, to the flat buffer; the bucket is ready then.
@@ -196,7 +195,7 @@ class Bucket:
             self.iteration.flattened = gradients
             if self._accumulated_elsewhere:
                 streams.used_here(gradients)
-            self._buffer.flatten(gradients, scale)
+            self.buffer.flatten(gradients, scale)
         self.iteration.flattened_at = None
         self.iteration.state = BucketState.READY
 
@@ -206,8 +205,8 @@ class Bucket:
         if self.spec.is_sparse:
             self._sparse = self._without_rows()
         else:
-            self.drop_flat()
-            _ = self._buffer.places  # allocates it, filled with zeros
+            self.buffer.drop()
+            _ = self.buffer.places  # allocates it, filled with zeros
         self.iteration.state = BucketState.READY
 
     def skip(self) -> None:
@@ -250,10 +249,10 @@ class Bucket:
             return parameter  # it is not read
         if self.spec.is_sparse:
             return self._without_rows() if parameter.grad is None else parameter.grad.clone()
-        view = self._buffer.places[position]
+        view = self.buffer.places[position]
         if parameter.grad is None:
             return view.zero_()
-        if not self._buffer.has_dtensors and parameter.grad.data_ptr() == view.data_ptr():
+        if not self.buffer.has_dtensors and parameter.grad.data_ptr() == view.data_ptr():
             self.iteration.saved[position] = view.clone()
         return parameter.grad
 
@@ -275,7 +274,7 @@ class Bucket:
         """Record that the flat buffer is being reduced."""
         self.iteration.work = work
         self.iteration.state = BucketState.LAUNCHED
-        self._buffer.follow()  # a comm hook may have resized it
+        self.buffer.follow()  # a comm hook may have resized it
 
     @property
     def is_under_way(self) -> bool:
@@ -288,8 +287,8 @@ class Bucket:
             assert self.iteration.work is not None
             self.iteration.work.wait()
             self.iteration.state = BucketState.REDUCED
-            self._buffer.used_here()
-            self._buffer.follow()  # a comm hook may resize it when its communication is over
+            self.buffer.used_here()
+            self.buffer.follow()  # a comm hook may resize it when its communication is over
 
     def gradients(self) -> list[Tensor | None]:
         """The ``.grad`` of each parameter."""
@@ -300,7 +299,7 @@ class Bucket:
     @property
     def flat(self) -> Tensor:
         """After the flatten, what is reduced: shape (n,) of the gradients' dtype, or a sparse gradient."""
-        return self._buffer.tensor if self._sparse is None else self._sparse
+        return self.buffer.tensor if self._sparse is None else self._sparse
 
     @property
     def places(self) -> Sequence[Tensor]:
@@ -308,46 +307,21 @@ class Bucket:
 
         Do not keep them after the reduction.
         """
-        return self._buffer.places
-
-    @property
-    def gradient_views(self) -> GradientViews:
-        """Tensors on the same memory that can become ``.grad``."""
-        return self._buffer.gradient_views
-
-    def unflatten(self, gradients: Sequence[Tensor]) -> None:
-        """Copy each gradient from its place in the flat buffer."""
-        self._buffer.unflatten(gradients)
+        return self.buffer.places
 
     @property
     def is_aligned(self) -> bool:
         """Whether every place begins at a multiple of 16 bytes."""
         return all(offset % 16 == 0 for offset in self.spec.byte_offsets)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the flat buffer."""
-        return self._buffer.holds(tensor)
-
-    def is_gradients(self) -> bool:
-        """Whether every ``.grad`` is the view of its place in the flat buffer."""
-        return self._buffer.is_gradients(self.gradients())
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply every ``.grad``, if `is_gradients`, by a tensor of shape ()."""
-        self._buffer.scale(factor)
-
-    def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether all of these are zeros in their places in the flat buffer; False if only a wait could tell."""
-        return self._buffer.holds_zeros(gradients)
-
     def new_views(self) -> list[Tensor]:
         """New views into the flat buffer, which AccumulateGrad stores as they are, since nothing else holds them."""
-        return [view.detach() for view in self._buffer.gradient_views.tensors]
+        return [view.detach() for view in self.buffer.gradient_views.tensors]
 
     def lay_out_as(self, spec: BucketSpec) -> None:
         """Between two backwards, take another layout; each ``.grad`` stays where it is until the next flatten."""
         self.spec = spec
-        self._buffer.lay_out_as(spec)
+        self.buffer.lay_out_as(spec)
 
     def take_name(self, plan_digest: str) -> None:
         """Be a bucket of this plan, also in torch's flight recorder."""
@@ -356,11 +330,7 @@ class Bucket:
 
     def reserve(self, numel: int) -> None:
         """Between two iterations, have memory for this many elements from ``flat``'s first one on; see `FlatBuffer`."""
-        self._buffer.reserve(numel)
-
-    def drop_flat(self) -> None:
-        """Leave the flat buffer to its other holders; the next use allocates another one."""
-        self._buffer.drop()
+        self.buffer.reserve(numel)
 
     def describe(self) -> str:
         """The bucket for an error message: its number, size and the ends of its list of parameters."""

@@ -18,7 +18,7 @@ from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.gradients import store_for
 from ddp_compile.runtime.buckets.iteration import Iteration
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.collectives import agree_on_plan, any_rank, plan_of_rank_0, verify_algorithms_agree
+from ddp_compile.runtime.comm.collectives import any_rank, plan_of_rank_0, verify_algorithms_agree
 from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
@@ -88,7 +88,14 @@ class BucketSet:
         first = f"bucket 0 ({gradients[0].fqn}, ..., {gradients[-1].fqn})"
         with Exchange(partial(_no_plan, f"before {first} could be launched"), self._monitor):
             verify_algorithms_agree(algorithm, self.process_group, device, self._monitor.model)
-            plan = agree_on_plan(proposed, self.process_group, device)
+            plan = plan_of_rank_0(proposed, self.process_group, device)
+            if plan.digest != proposed.digest:
+                log.warning(
+                    "%s cut its graphs for bucket plan %s (%s) but reduces by rank 0's plan %s (%s):"
+                    " the gradients are the same, but some buckets are launched later than they could be",
+                    *(this_rank(), proposed.digest, number_of(len(proposed.buckets), "bucket")),
+                    *(plan.digest, number_of(len(plan.buckets), "bucket")),
+                )
             of_any = any_rank(flags, self.process_group, device)
         self._install(plan)
         for bucket in self.buckets:
@@ -134,7 +141,7 @@ class BucketSet:
         self._install(plan)
         for bucket in old_buckets:
             if bucket not in self.buckets:
-                bucket.drop_flat()
+                bucket.buffer.drop()
         for bucket in self.buckets:
             if bucket not in old_buckets:
                 bucket.gradient_store.adopt(bucket)

@@ -141,6 +141,8 @@ class CommAlgorithm(ABC):
     gives_way_to_comm_hook: bool = False
     #: Calls `after_step`; the reducer's.
     step_watch: StepWatch | None = None
+    #: How gradients are handed over, and how reads of parameters wait.
+    sharding: Sharding = NOT_SHARDED
 
     @property
     def sends_gradients(self) -> bool:
@@ -159,11 +161,6 @@ class CommAlgorithm(ABC):
             parameters: The parameters to reduce, by name, in registration order.
         """
         return ""
-
-    @property
-    def sharding(self) -> Sharding:
-        """How gradients are handed over, and how reads of parameters wait."""
-        return NOT_SHARDED
 
     @property
     def meets_others(self) -> bool:

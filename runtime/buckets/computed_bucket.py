@@ -56,14 +56,14 @@ class ComputedBucket:
     def contributions(self) -> list[Tensor]:
         """What the launch sends: the gradients, plus the ``.grad`` that earlier backwards left."""
         bucket = self._bucket
-        if not self._is_observed and bucket.holds_zeros(self._before):
+        if not self._is_observed and bucket.buffer.holds_zeros(self._before):
             # After zero_grad(set_to_none=False) there is nothing to add, and ``.grad`` will be the same views again.
             self._before = [None] * len(self._before)
         if self._moved is not None:
             moved, self._moved, self.is_lost = self._moved, None, True
             return _sums(self._before, moved)
         # The flat buffer will be overwritten, and these gradients are needed if the bucket is launched again.
-        before = [old.clone() if old is not None and bucket.holds(old) else old for old in self._before]
+        before = [old.clone() if old is not None and bucket.buffer.holds(old) else old for old in self._before]
         if self._is_observed:
             self._before = [None] * len(before)
             for position, old in enumerate(before):

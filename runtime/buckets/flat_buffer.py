@@ -114,11 +114,13 @@ class FlatBuffer:
             streams.used_here([self._tensor])
 
     def unflatten(self, gradients: Sequence[Tensor]) -> None:
+        """Copy each gradient from its place."""
         plan, gradients = self._plan(), self._on_this_rank(gradients)
         plan.unflatten(gradients)
         streams.launched("unflatten", plan.views, gradients)
 
     def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the buffer."""
         if self._tensor is None or tensor.layout is not torch.strided:
             return False
         begin = self._tensor.data_ptr()

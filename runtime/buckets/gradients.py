@@ -47,8 +47,7 @@ class Views(GradientStore):
     """Each ``.grad`` becomes a view into the flat buffer if no user could tell: Note [Gradients that others hold]."""
 
     def point_at_views(self, bucket: Bucket, untouched: Set[int] = frozenset()) -> None:
-        """See `GradientStore.point_at_views`."""
-        views = bucket.gradient_views
+        views = bucket.buffer.gradient_views
         gradients = bucket.gradients()
         bucket.release_flattened()  # `gradients` keeps the objects, and must be the only list that does
         if views.are(gradients):
@@ -63,7 +62,6 @@ class Views(GradientStore):
             parameter.grad = view
 
     def hand_over(self, bucket: Bucket, untouched: Set[int] = frozenset()) -> None:
-        """See `GradientStore.hand_over`."""
         left_alone = bucket.positions_of(untouched)
         _restore(bucket, left_alone)
         for position in bucket.iteration.copied_back - left_alone:
@@ -73,10 +71,9 @@ class Views(GradientStore):
                     gradient.copy_(bucket.places[position])
 
     def adopt(self, bucket: Bucket) -> None:
-        """See `GradientStore.adopt`."""
         if bucket.lazy_allocation:
             return
-        views = bucket.gradient_views.tensors
+        views = bucket.buffer.gradient_views.tensors
         held = held_by_others(bucket.gradients(), views)
         for position, (parameter, view) in enumerate(zip(bucket.parameters, views, strict=True)):
             if parameter.grad is not None and parameter.grad is not view and position not in held:
@@ -87,7 +84,6 @@ class Copies(GradientStore):
     """The result is copied into the gradients that the engine made."""
 
     def hand_over(self, bucket: Bucket, untouched: Set[int] = frozenset()) -> None:
-        """See `GradientStore.hand_over`."""
         left_alone, gradients = bucket.positions_of(untouched), []
         _restore(bucket, left_alone)
         for position, (parameter, place) in enumerate(zip(bucket.parameters, bucket.places, strict=True)):
@@ -99,14 +95,13 @@ class Copies(GradientStore):
                 like = parameter if torch_internals.is_dtensor(parameter) else place
                 parameter.grad = torch.empty_like(like, dtype=parameter.dtype)
             gradients.append(parameter.grad)
-        bucket.unflatten(gradients)
+        bucket.buffer.unflatten(gradients)
 
 
 class SparseGradient(GradientStore):
     """``.grad`` becomes the result, which has other indices than the tensor that was sent."""
 
     def hand_over(self, bucket: Bucket, untouched: Set[int] = frozenset()) -> None:
-        """See `GradientStore.hand_over`."""
         assert bucket.iteration.work is not None
         if not bucket.positions_of(untouched):
             bucket.parameters[0].grad = bucket.iteration.work.result()[0]

@@ -34,20 +34,10 @@ class OptimizerSteps:
         self._optimizers: list[weakref.ref[Optimizer]] = []  # that have stepped since the last iteration
         self._last: set[int] = set()  # the parameters of the optimizer that began to step last
         self._version_before = 0  # of these, when it began
-        alive = weakref.ref(self)
-
-        def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (steps := alive()) is not None:
-                steps._begins(optimizer)
-
-        def ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (steps := alive()) is not None:
-                steps._ends(optimizer)
-
         never_traced = torch.compiler.disable(reason="what ddp_compile does around an optimizer's step")
         self._handles = [
-            register_optimizer_step_pre_hook(never_traced(begins)),
-            register_optimizer_step_post_hook(never_traced(ends)),
+            register_optimizer_step_pre_hook(never_traced(torch_internals.while_alive(self._begins))),
+            register_optimizer_step_post_hook(never_traced(torch_internals.while_alive(self._ends))),
         ]
         weakref.finalize(self, _remove, self._handles)
 
@@ -113,7 +103,7 @@ class OptimizerSteps:
     def stop(self) -> None:
         _remove(self._handles)
 
-    def _begins(self, optimizer: Optimizer) -> None:
+    def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         ids = self._ids_of(optimizer)
         if not ids.isdisjoint(self._numbers):
             what = f"a step of {type(optimizer).__name__}, around which ranks communicate,"
@@ -125,7 +115,7 @@ class OptimizerSteps:
                 self._version_before = self._version_of_last
                 self.step_begins()
 
-    def _ends(self, optimizer: Optimizer) -> None:
+    def _ends(self, optimizer: Optimizer, *_: Any) -> None:
         inside = [other() for other in self._inside]
         if optimizer not in inside:
             return

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError, name_values, number_of, this_rank
+from ddp_compile.errors import RanksDifferError, name_values, this_rank
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm import error_messages
 
@@ -109,25 +109,6 @@ def gather_texts(
     line = _shorten(text, most_bytes).encode().ljust(most_bytes, b"\0")
     gathered = _all_gather(line, process_group, device)
     return {rank: theirs.rstrip(b"\0").decode() for rank, theirs in gathered.items()}
-
-
-def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
-    """Rank 0's plan, on every rank. A rank whose own plan differs logs that and continues.
-
-    A graph that was cut for another plan overlaps less, but its results are correct.
-    """
-    agreed = plan_of_rank_0(plan, process_group, device)
-    if agreed.digest != plan.digest:
-        log.warning(
-            "%s cut its graphs for bucket plan %s (%s) but reduces by rank 0's plan %s (%s):"
-            " the gradients are the same, but some buckets are launched later than they could be",
-            this_rank(),
-            plan.digest,
-            number_of(len(plan.buckets), "bucket"),
-            agreed.digest,
-            number_of(len(agreed.buckets), "bucket"),
-        )
-    return agreed
 
 
 def plan_of_rank_0(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:

@@ -58,7 +58,7 @@ class AgreementPoints:
         self.iteration_number = 1  #: see `Iteration.number`
         self.begins_after_forward = True  #: whether a synchronized forward has come since the previous iteration
         self.is_paused = False  #: while ranks do different things on purpose
-        self._num_local_steps = 0
+        self.num_local_steps = 0
         self.forwards = ForwardsLeftOut()
         self._models = {order: order.add(class_name) for order in (shared, own)}
         self.model = self._models[shared]  #: this model's name among those that share the process group
@@ -84,7 +84,7 @@ class AgreementPoints:
             algorithm=algorithm,
             forwards_left_out=self.forwards.num_left_out,
             backwards_repeated=self._backwards_repeated + (not self.begins_after_forward),
-            local_steps=self._num_local_steps,
+            local_steps=self.num_local_steps,
         )
         self._mark = done.mark
         order = self._order = self._shared if is_shared else self._own
@@ -92,14 +92,6 @@ class AgreementPoints:
         if fingerprint is not None and not self.is_paused:
             self._fingerprints.add(order, fingerprint.number, fingerprint.to_json())
         self.replicas.last_bucket_is_launched(self.iteration_number)
-
-    def sends_buffers(self) -> None:
-        """Record that this model sends its buffers over the process group that models share."""
-        self._shared.sends("buffers", self.model)
-
-    def local_steps_are(self, number: int) -> None:
-        """How often an optimizer has stepped with gradients that no other rank has; see `LocalSteps`."""
-        self._num_local_steps = number
 
     def compare(self) -> None:
         """After an iteration's collectives, compare the ranks' fingerprints, if this is an agreement point.
@@ -120,11 +112,6 @@ class AgreementPoints:
         self.forwards.iteration_ends()
         self._fingerprints.forget()
         self.replicas.iteration_ends()
-
-    @property
-    def awaits_backward(self) -> bool:
-        """See `ForwardsLeftOut.awaits_backward`."""
-        return self.forwards.awaits_backward
 
     @property
     def mark(self) -> int:

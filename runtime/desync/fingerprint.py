@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -35,11 +34,6 @@ class Fingerprint:
     models: dict[str, ModelFingerprint]  #: those that had an iteration since the last agreement point, by name
     order: str  #: digest of the order in which all models have sent gradients and buffers
     latest: tuple[str, ...]  #: the latest messages, "the gradients of model 1 (Linear)"; empty with one model
-
-    @property
-    def digest(self) -> str:
-        """Equal for two ranks if their fingerprints are."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -10,6 +10,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ddp_compile import torch_internals
+
 
 class LocalSteps:
     """Counts steps between a backward inside ``no_sync`` and the next forward.
@@ -37,7 +39,9 @@ class LocalSteps:
         is_first = self._watched is None
         if not self._listens:
             self._listens = True
-            weakref.finalize(self, register_optimizer_step_post_hook(_note_step(weakref.ref(self))).remove)
+            never_traced = torch.compiler.disable(reason="ddp_compile counts optimizer steps")
+            note_step = never_traced(torch_internals.while_alive(self.note_step))
+            weakref.finalize(self, register_optimizer_step_post_hook(note_step).remove)
         if self._watched is None or self._watched == index:
             self._watched, self._is_stepped = index, False
             self._value_before = self._parameters[index]._version
@@ -52,7 +56,7 @@ class LocalSteps:
         self.num_found += has_changed and self._gradient_of(self._watched) != self._gradient_before
         self._watched, self._is_stepped = None, False
 
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
         if self._watched is not None:
             parameter = self._parameters[self._watched]
@@ -62,12 +66,3 @@ class LocalSteps:
         """Which tensor it is, and how often it was written."""
         gradient = self._parameters[index].grad
         return None if gradient is None else (id(gradient), gradient._version)
-
-
-def _note_step(of: weakref.ref[LocalSteps]) -> Any:
-    @torch.compiler.disable(reason="ddp_compile counts optimizer steps")
-    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (steps := of()) is not None:
-            steps.note_step(optimizer)
-
-    return note

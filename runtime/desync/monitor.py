@@ -76,7 +76,7 @@ class DesyncMonitor(AgreementPoints):
 
     def buffers_are_broadcast(self, kind: str) -> None:
         """Record that the forward waits for rank 0's buffers."""
-        self.sends_buffers()
+        self._shared.sends("buffers", self.model)
         self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
 
     def forward_ends(self, kind: str, outputs: Any = None, trains: bool = True) -> None:
@@ -105,7 +105,6 @@ class DesyncMonitor(AgreementPoints):
         self._statuses.note("backward of iteration", self.iteration_number, " has left gradients out")
 
     def compare(self) -> None:
-        """See `AgreementPoints.compare`."""
         super().compare()
         self._statuses.note("iteration", self.iteration_number, " is over")
 

@@ -35,15 +35,9 @@ class ShardedAlgorithm(CommAlgorithm):
     def __init__(self, process_group: dist.ProcessGroup, sharding: ShardedParameters) -> None:
         self._process_group = process_group
         self._own_groups: tuple[dist.ProcessGroup, ...] = ()
-        self._sharding = sharding
-
-    @property
-    def sharding(self) -> ShardedParameters:
-        """See `CommAlgorithm.sharding`."""
-        return self._sharding
+        self.sharding: ShardedParameters = sharding
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
-        """See `CommAlgorithm.objection`."""
         if any(map(torch_internals.is_dtensor, parameters.values())):
             return (
                 "a sharded optimizer takes no DTensors, which are divided among ranks already; use fully_shard for"
@@ -68,17 +62,14 @@ class ShardedAlgorithm(CommAlgorithm):
         self.sharding.attach(self._transfers)
 
     def detach(self, together: bool) -> None:
-        """See `CommAlgorithm.detach`."""
         self.sharding.detach(together)
         if together:
             close_groups(self._own_groups, self._process_group, self._device)
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """See `CommAlgorithm.launch`."""
         sharded = self.sharding.buckets
         cut = sharded[bucket.spec.index].cut if sharded else Cut.of(bucket.spec, self._transfers.world_size)
         return self._transfers.reduce_scatter(bucket.flat, cut)
 
     def before_forward(self, synchronize: bool) -> None:
-        """See `CommAlgorithm.before_forward`."""
         self.sharding.before_forward()

@@ -122,7 +122,6 @@ class ShardedParameters(Sharding):
     # Gradients.
 
     def backward_begins(self) -> None:
-        """See `Sharding.backward_begins`."""
         self.gradients.make_way(in_backward=True)
 
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
@@ -152,18 +151,15 @@ class ShardedParameters(Sharding):
             optimizer.shard(self.buckets)
 
     def holds_gradients(self) -> bool:
-        """See `Sharding.holds_gradients`."""
         gradients = [piece.gradient for bucket in self.buckets for piece in bucket.own_pieces]
         return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
     def zero_gradients(self, set_to_none: bool) -> None:
-        """See `Sharding.zero_gradients`."""
         self.gradients.zero(set_to_none, range(len(self._parameters)))
 
     def clip_grad_norm_(
         self, rest: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor | None:
-        """See `Sharding.clip_grad_norm_`."""
         if not self.buckets:
             return None
         self.gradients.before_reading("model.clip_grad_norm_()")
@@ -279,11 +275,9 @@ class ShardedParameters(Sharding):
     # Reads.
 
     def record_into(self, records: NoRecords) -> None:
-        """See `Sharding.record_into`."""
         self._records = records
 
     def await_parameters(self, indices: Sequence[int] | None = None) -> None:
-        """See `Sharding.await_parameters`."""
         if indices is None:
             self._await_all()
             self._guard.take_down()
@@ -338,7 +332,6 @@ class ShardedParameters(Sharding):
         self.gradients.make_way()
 
     def forward_ends(self, as_one_graph: bool, has_waited: bool) -> None:
-        """See `Sharding.forward_ends`."""
         if not torch_internals.is_inside_backward():  # in a checkpoint: its backward has begun
             self.gradients.hide()
         self._end_watching()
@@ -364,7 +357,6 @@ class ShardedParameters(Sharding):
             self._stop_watching = None
 
     def explain(self) -> list[str]:
-        """See `Sharding.explain`."""
         if not self.buckets:
             return ["the optimizer is sharded at the end of the first backward"]
         own = sum(piece.end - piece.begin for bucket in self.buckets for piece in bucket.own_pieces)

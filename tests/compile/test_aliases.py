@@ -80,7 +80,7 @@ def assert_as_right_as_torch_compile(*model: Any, split: str = "forward", least_
     seen = observe(ours, ours, from_input)
     state = ours._ddp_compile_state
     assert state.compiler.failures == []
-    assert sum(report.num_partitions for report in state.backend.reports) >= least_partitions, ours.explain()
+    assert sum(len(report.parts) for report in state.backend.reports) >= least_partitions, ours.explain()
     if wrong := differences(seen, expected):
         torch._dynamo.reset()
         whole = torch.compile(module, backend="aot_eager")

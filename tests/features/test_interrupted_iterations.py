@@ -47,7 +47,7 @@ def regularize(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (bucket_set, "agree_on_plan"),
+        (bucket_set, "plan_of_rank_0"),
         (Bucket, "flatten"),
         (Bucket, "wait"),
         (Views, "hand_over"),
@@ -61,7 +61,7 @@ def test_the_next_forward_refuses(owner: Any, name: str, monkeypatch: pytest.Mon
     model = small_model(find_unused_parameters=True)
     # A comm hook lets a single rank send as several do.
     model.register_comm_hook(None, torch.distributed.BuiltinCommHookType.ALLREDUCE)
-    if name != "agree_on_plan":
+    if name != "plan_of_rank_0":
         go_backward(model)
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, press_ctrl_c)
@@ -70,7 +70,7 @@ def test_the_next_forward_refuses(owner: Any, name: str, monkeypatch: pytest.Mon
     for go_on in (go_backward, go_backward_in_no_sync, go_backward_from_forward, regularize):
         with pytest.raises(ReductionError, match="the last backward raised"):
             go_on(model)
-    if name == "agree_on_plan":
+    if name == "plan_of_rank_0":
         assert all(parameter.grad is None for parameter in model.unwrap().parameters())
 
 

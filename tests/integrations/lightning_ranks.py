@@ -87,7 +87,7 @@ class Net(LightningModule):
         if is_replicated(model):
             state = model._ddp_compile_state
             reports = state.backend.reports
-            self.graphs = [(each.num_buckets, each.num_partitions) for each in reports if each.num_buckets]
+            self.graphs = [(len(each.buckets), len(each.parts)) for each in reports if each.buckets]
             self.num_evaluation_graphs = state.num_graphs - len(reports)
             self.reduced = [g.fqn for bucket in model.bucket_plan.buckets for g in bucket.gradients]
 

@@ -17,7 +17,7 @@ from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
 def order(gm: fx.GraphModule, parameter_of: dict[str, int]) -> list[tuple[int, str]]:
     """(parameter, name of the node that uses it first), in gradient-ready order."""
     nodes = list(gm.graph.nodes)
-    return [(ready.parameter, nodes[ready.position].name) for ready in grad_ready_order(gm, parameter_of)]
+    return [(parameter, nodes[position].name) for parameter, position in grad_ready_order(gm, parameter_of).items()]
 
 
 def without_gradient(x: Any, p0: Any) -> Any:

@@ -30,7 +30,7 @@ class Listener:
         self.hooks: ParameterHooks | None = None
         self.bucket_of: dict[int, Bucket] = {}
 
-    def hooks_have_run(self) -> None:
+    def hooks_have_run(self, *_: object) -> None:
         self.heard.append(BEHIND)
 
     @property
