@@ -118,8 +118,7 @@ def ddp_compile(
         algorithm: How the ranks reduce a bucket, see `ddp_compile.algorithms`; the same on every rank.
         backend: As in ``torch.compile``; compiles each graph, or each part of a graph that is cut.
         mode: As in ``torch.compile``.
-        fullgraph: As in ``torch.compile``, raise at a graph break. Also raise the compiler's error if a graph does not
-            compile, which otherwise runs eagerly with a warning.
+        fullgraph: As in ``torch.compile``.
         dynamic: As in ``torch.compile``.
         options: As in ``torch.compile``.
         compile_evaluation: Whether to compile forwards without gradients, such as those under ``torch.no_grad()``.

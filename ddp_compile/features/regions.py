@@ -25,7 +25,6 @@ from ddp_compile.errors import this_rank
 
 if TYPE_CHECKING:
     from ddp_compile.compile.backend import EvaluationBackend, RegionBackend
-    from ddp_compile.compile.graph_compiler import GraphCompiler
     from ddp_compile.module.replicate_state import ReplicateState
     from ddp_compile.report.explanation import Region
 
@@ -132,14 +131,12 @@ class CompiledRegions:
         self,
         regions: Mapping[str, nn.Module],
         state: ReplicateState,
-        compiler: GraphCompiler,
         settings: CompileSettings,
     ) -> None:
         self._regions: dict[str, nn.Module] = {}
         self._alone: list[nn.Module] = []
         self._backends: dict[type[nn.Module], tuple[RegionBackend, EvaluationBackend]] = {}
         self._state = weakref.ref(state)
-        self._compiler = compiler
         self._settings = settings
         self.compile(regions)
 
@@ -161,8 +158,8 @@ class CompiledRegions:
         self._regions.update(regions)
         for cls, count in Counter(map(type, regions.values())).items():
             backends = self._backends[cls] = (
-                RegionBackend(self._compiler, f"graph of {cls.__name__}"),
-                EvaluationBackend(self._compiler, f"evaluation graph of {cls.__name__}"),
+                RegionBackend(self._settings.inner, f"graph of {cls.__name__}"),
+                EvaluationBackend(self._settings.inner, f"evaluation graph of {cls.__name__}"),
             )
             self._replace_calls([region for region in regions.values() if type(region) is cls], backends, count)
 

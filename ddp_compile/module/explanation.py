@@ -62,7 +62,6 @@ def explain(
         breaks=tuple(_breaks(state.breaks)),
         sharding=tuple(state.reducer.algorithm.sharding.explain()),
         averaging=tuple(state.reducer.normalizer.explain()),
-        failures=tuple(state.compiler.failures),
     )
 
 

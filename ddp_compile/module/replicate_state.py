@@ -58,7 +58,6 @@ class ReplicateState:
     ) -> None:
         # Loaded with the first module, like Dynamo.
         from ddp_compile.compile.backend import launches_in_backward
-        from ddp_compile.compile.graph_compiler import GraphCompiler
 
         regions = find_regions(module, config.regions)
         self.process_group, self.config, self.compile_settings = process_group, config, compile_settings
@@ -75,8 +74,7 @@ class ReplicateState:
         # A DistributedDataParallel that has called the module but reduces none of its parameters.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         self._select_parameters(module)
-        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph)
-        in_backward = not regions and launches_in_backward(config.split, self.compiler, process_group)
+        in_backward = not regions and launches_in_backward(config.split, compile_settings.inner, process_group)
         with replicating(process_group, self.model):
             algorithm = build_algorithm(algorithm_config, process_group)
             gradients = describe_gradients(module, self.reduced, config.reduce_dtype)
@@ -97,7 +95,7 @@ class ReplicateState:
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
         if saved.plan is not None:
             self.builder.use(saved.plan)
-        self._compile_calls(module, compile_settings, in_backward, bool(regions))
+        self._compile_calls(module, in_backward, bool(regions))
         self.reducer = Reducer(
             list(self.reduced.values()),
             self.builder,
@@ -113,7 +111,7 @@ class ReplicateState:
         self.delayed = DelayedAllReduce(config, process_group, self.reducer.normalizer)
         register_receiver(self.backend.reducer_id, self.reducer)
         self.parameters.register()
-        self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
+        self.regions = CompiledRegions(regions, self, compile_settings)
 
     def _select_parameters(self, module: nn.Module) -> None:
         ignored = self.config.parameters_to_ignore
@@ -159,20 +157,22 @@ class ReplicateState:
                 " that contains both, and let its forward choose; or unwrap() the other module first"
             )
 
-    def _compile_calls(
-        self, module: nn.Module, compile_settings: CompileSettings, in_backward: bool, by_regions: bool
-    ) -> None:
+    def _compile_calls(self, module: nn.Module, in_backward: bool, by_regions: bool) -> None:
         from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend
 
-        config, numbers = self.config, {id(p): i for i, p in enumerate(self.reduced.values())}
+        settings, config, numbers = (
+            self.compile_settings,
+            self.config,
+            {id(p): i for i, p in enumerate(self.reduced.values())},
+        )
         names = {id(submodule): name for name, submodule in module.named_modules() if name}
         # Gradients that are not sent or not views need not move, and gradients that may be added to must not.
         are_views = config.gradient_as_bucket_view and config.reduce_dtype is None
         moves = config.static_graph and are_views and self.process_group.size() > 1
         self.backend: TrainingBackend = TrainingBackend(
-            self.compiler, self.builder, numbers, names, config.split, in_backward, next_reducer_id(), moves
+            settings.inner, self.builder, numbers, names, config.split, in_backward, next_reducer_id(), moves
         )
-        self._evaluation_backend = EvaluationBackend(self.compiler)
+        self._evaluation_backend = EvaluationBackend(settings.inner)
         self.breaks = GraphBreaks()
         inside = None if by_regions else torch_internals.while_alive(self.compile_inside)
         await_parameters = torch_internals.while_alive(self.await_before_python)
@@ -182,8 +182,8 @@ class ReplicateState:
         if by_regions:
             return
         # Two compiled calls, so that a graph made in evaluation is never used for training, nor cut.
-        self._call_training = compile_settings.compile(call, self.backend)
-        self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
+        self._call_training = settings.compile(call, self.backend)
+        self._call_evaluation = settings.compile(call, self._evaluation_backend)
         weakref.finalize(self, torch_internals.forget_compiled, call)
 
     def refuse_if_excluded(self, feature: Feature, said: str) -> None:
@@ -216,7 +216,8 @@ class ReplicateState:
 
     def describe(self) -> str:
         """The settings that are printed with the module."""
-        backend = getattr(self.compiler.inner, "compiler_name", self.compiler.inner)
+        inner = self.compile_settings.inner
+        backend = getattr(inner, "compiler_name", inner)
         return f"ddp_compile(split={self.config.split!r}, backend={backend!r}, world_size={self.process_group.size()})"
 
     def normalize_by(self, count: Any, loss: Any) -> None:

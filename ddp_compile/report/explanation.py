@@ -14,7 +14,7 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.plan.typed_json import from_document
 from ddp_compile.torch_internals import SourceLine
 
-_JSON_VERSION = 2
+_JSON_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +146,6 @@ class Break:
         return f"{self.what}: {self.reason}, at {self.source}"
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A graph that runs eagerly because it could not be compiled.
-
-    Args:
-        graph: Name of the graph, with its parameters.
-        error: The compiler's error, in one line.
-    """
-
-    graph: str
-    error: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """What was decided for one replicated module, as this rank sees it.
@@ -176,7 +163,6 @@ class Explanation:
         breaks: The graph breaks that made Dynamo leave code to Python.
         sharding: Lines about a sharded optimizer.
         averaging: A line about ``normalize_by``, if it is called.
-        failures: What could not be compiled.
     """
 
     model: str
@@ -191,7 +177,6 @@ class Explanation:
     breaks: tuple[Break, ...]
     sharding: tuple[str, ...]
     averaging: tuple[str, ...]
-    failures: tuple[Failure, ...]
 
     def __str__(self) -> str:
         return "\n".join([self.plan.format_table(), *self.lines()])
@@ -214,7 +199,6 @@ class Explanation:
         yield from map(str, self.breaks)
         yield from self.sharding
         yield from self.averaging
-        yield from (f"{failure.graph} runs eagerly: {failure.error}" for failure in self.failures)
 
     def _launch_lines(self) -> Iterator[str]:
         """A line for each way to launch, the early ones first."""

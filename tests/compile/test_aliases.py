@@ -79,7 +79,6 @@ def assert_as_right_as_torch_compile(*model: Any, split: str = "forward", least_
     torch._dynamo.reset()
     seen = observe(ours, ours, from_input)
     state = ours._ddp_compile_state
-    assert state.compiler.failures == []
     assert sum(len(report.parts) for report in state.backend.reports) >= least_partitions, ours.explain()
     if wrong := differences(seen, expected):
         torch._dynamo.reset()

@@ -23,7 +23,6 @@ from rank_pool import Ranks, on_ranks
 from torch import Tensor, fx, nn
 
 from ddp_compile import ReductionError, ddp_compile
-from ddp_compile.report.explanation import Failure
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
@@ -225,11 +224,12 @@ def raises_on_rank_1(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., 
 
 
 @on_ranks(2)
-def test_partition_that_one_rank_cannot_compile() -> None:
+@torch._dynamo.config.patch(suppress_errors=True)
+def test_graph_that_one_rank_cannot_compile() -> None:
+    """It runs eagerly there, and the gradients are the same."""
     model = replicated(backend=raises_on_rank_1)
     assert max(train_one_step(model, step) for step in range(3)) < 1e-6
-    failed = [Failure("partition_1 of graph 1 (d.weight, d.bias)", "RuntimeError: no compiler on this machine")]
-    assert model._ddp_compile_state.compiler.failures == (failed if dist.get_rank() == 1 else [])
+    assert len(model.explain().graphs) == 2 - dist.get_rank()
 
 
 def raise_in_backward_on_rank_1(graph: fx.Graph) -> None:

@@ -35,9 +35,7 @@ def split() -> str:
 def train(make: Callable[[], nn.Module], step_of: Step, num_steps: int = 5, **settings: Any) -> list[float]:
     """For each step the largest relative difference of a gradient to the mean of the plain module's."""
     models = beside_plain(make, bucket_cap_mb=CAP_MB, **settings)
-    differences = train_beside(models, step_of, num_steps, width=WIDTH, rows=6)
-    assert models[0].explain().failures == ()
-    return differences
+    return train_beside(models, step_of, num_steps, width=WIDTH, rows=6)
 
 
 class TwoParts(nn.Module):
@@ -248,7 +246,6 @@ def test_places_that_are_not_aligned() -> None:
     launched = count_early(models[0])
     assert largest(train_beside(models, num_steps=4, width=33)) < 1e-5
     assert len(launched) == 3 * (len(models[0].bucket_plan.buckets) - 1)  # none in the first step
-    assert models[0].explain().failures == ()
 
 
 @pytest.mark.inductor

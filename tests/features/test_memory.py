@@ -79,7 +79,6 @@ def test_peak_is_ddps(backend: str | None) -> None:
 def peak_of_ours(backend: str, set_to_none: bool = True, rows: int = ROWS_PER_RANK, **settings: Any) -> int:
     trained = ddp_compile(products(), bucket_cap_mb=0.25, backend=backend, **{"split": "backward", **settings})
     peak = peak_of(trained, set_to_none, rows)
-    assert trained.explain().failures == ()
     del trained
     torch._dynamo.reset()
     gc.collect()  # the next census would count the remains of this one

@@ -111,7 +111,6 @@ def train(make: type[nn.Module], lr: float = 0.1, regions: Any = "auto", split: 
             optimizer.step()
     plan = model.bucket_plan
     buckets = [[gradient.fqn for gradient in bucket.gradients] for bucket in plan.buckets]
-    assert model.explain().failures == ()
     assert largest(differences) < 1e-5
     return Trained(counter.frame_count, buckets, num_early, num_unused, plan.digest, str(model.explain()))
 

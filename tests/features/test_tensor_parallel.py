@@ -137,7 +137,6 @@ def largest_difference(recipe: Recipe, mesh: DeviceMesh) -> float:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert model.explain().failures == ()
     return max(differences)
 
 

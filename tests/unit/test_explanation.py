@@ -14,7 +14,6 @@ from ddp_compile.report.explanation import (
     Break,
     BucketLaunch,
     Explanation,
-    Failure,
     GraphExplanation,
     Partition,
     Refusal,
@@ -52,7 +51,6 @@ def explanation() -> Explanation:
         breaks=(Break("the first graph break", HOSTILE, LINE),),
         sharding=(HOSTILE,),
         averaging=(HOSTILE,),
-        failures=(Failure(HOSTILE, HOSTILE),),
     )
 
 
@@ -66,7 +64,7 @@ def test_json_and_back() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"version": 1}, "has JSON version 1, but this version of ddp_compile reads 2"),
+        ({"version": 1}, "has JSON version 1, but this version of ddp_compile reads 3"),
         ({"model": 3}, "explanation.model is 3, not a str"),
         ({"launches": [{"bucket": 0, "is_early": True}]}, r"explanation.launches\[0\] lacks \['when'\]"),
         ({"more": 1}, r"explanation has \['more'\]"),
