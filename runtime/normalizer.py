@@ -85,7 +85,7 @@ class Normalizer:
         count, loss = self._checked(count), self._checked_loss(loss)
         if self._counts and not self._is_first and not holds_gradients():
             self._begin_step()  # the user has left the step, for example after an error, and dropped its gradients
-        self._next_micro_batch()
+        self.forward_begins()
         if self._is_counted:
             self._begin_step()
             raise ReplicationError(
@@ -177,8 +177,9 @@ class Normalizer:
         self._is_agreed = is_any_counting
 
     def forward_begins(self) -> None:
-        """A forward with gradients begins."""
-        self._next_micro_batch()
+        """A forward with gradients begins, or a micro-batch is counted: another one, if gradients have come."""
+        if self._has_gradients:
+            self._is_counted = self._has_gradients = False
 
     def forward_raised(self) -> None:
         """A forward with gradients has raised: if its micro-batch has been counted, forget that."""
@@ -280,10 +281,6 @@ class Normalizer:
     def _is_agreement_point(self) -> bool:
         return is_agreement_point(self._monitor.iteration_number)
 
-    def _next_micro_batch(self) -> None:
-        if self._has_gradients:
-            self._is_counted = self._has_gradients = False
-
     def _send(self, is_shadow: bool = False) -> None:
         called = is_shadow or self.is_counting
         has_losses = is_shadow or bool(self._losses)
@@ -308,7 +305,7 @@ class Normalizer:
             with self._exchange(records):
                 since = records.block_begins()
                 self._work.wait()
-                records.counts_have_come(since)
+                records.block_ends(since, "counts")
             self._work, self._received = None, streams.record(self._device)
         elif self._received is not None:  # on another stream, perhaps, by a user who has read the mean loss
             self._received.wait()

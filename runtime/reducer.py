@@ -37,11 +37,6 @@ class Reducer(Step):
         return self._set.buckets
 
     @property
-    def early_buckets(self) -> Sequence[Bucket]:
-        """Those that compiled backwards have launched on this rank as soon as they were computed, in plan order."""
-        return [bucket for bucket in self.buckets if bucket.was_launched_early]
-
-    @property
     def used_by_nobody(self) -> Set[int]:
         """Parameters of which no rank had a gradient, where that is allowed: in the last iteration that told."""
         return self._policy.used_by_nobody
@@ -109,7 +104,7 @@ class Reducer(Step):
             total = self.algorithm.sharding.clip_grad_norm_(rest, max_norm, norm_type, error_if_nonfinite)
         if total is None:
             total = self._norm.clip(rest, max_norm, norm_type, error_if_nonfinite, optimizer)
-        self._queue.records.gradients_are_clipped(since)
+        self._queue.records.block_ends(since, "clips")
         return total
 
     # Settings.

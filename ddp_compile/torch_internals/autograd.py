@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -96,6 +96,24 @@ def num_hooks_of_others() -> int:
 def accumulator_of(parameter: Tensor) -> Any:
     """The autograd node that accumulates into a parameter's ``.grad``; the same one as long as it is referenced."""
     return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def leaves_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaves into which a backward from these tensors would accumulate, once for each gradient that is added up."""
+    nodes: list[Any] = []
+    seen: set[Any] = set()
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            nodes.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            yield tensor
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        elif node not in seen:
+            seen.add(node)
+            nodes.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def is_accumulating_into(parameter: Tensor) -> bool:

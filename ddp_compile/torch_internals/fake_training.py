@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -74,21 +73,6 @@ def traced_only() -> Callable[..., Any]:
         return make_boxed_func(graph.forward)
 
     return functools.partial(compile_fx, inner_compile=run_as_it_is)
-
-
-def num_contributions(loss: Tensor) -> Counter[int]:
-    """By ``id`` of each parameter, how many gradients the backward of a loss adds up for it."""
-    counts: Counter[int] = Counter()
-    seen, found = {loss.grad_fn}, [loss.grad_fn]
-    while found:
-        node = found.pop()
-        for following, _ in node.next_functions if node is not None else ():
-            if (variable := getattr(following, "variable", None)) is not None:
-                counts[id(variable)] += 1
-            elif following not in seen:
-                seen.add(following)
-                found.append(following)
-    return counts
 
 
 def own_error(error: BaseException) -> BaseException:

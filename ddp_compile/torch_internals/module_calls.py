@@ -50,12 +50,14 @@ def active_ddp() -> DistributedDataParallel | None:
 def inside_optimizer_step() -> bool:
     """Whether this thread is inside an optimizer's step, for example in its closure."""
     wrap: Any = torch.optim.Optimizer.profile_hook_step  # wraps the step of every class
-    return next(_frames_of(wrap(wrap).__code__), None) is not None
+    code = wrap(wrap).__code__
+    return any(frame.f_code is code for frame in frames())
 
 
 def swapped_in() -> set[int]:
     """The ids of the tensors that ``torch.func.functional_call`` has put into modules, in calls that led here."""
-    calls = _frames_of(stateless._functional_call.__code__)  # Note [Frames whose locals are read] in wrappers.py
+    code = stateless._functional_call.__code__  # Note [Frames whose locals are read] in wrappers.py
+    calls = (frame for frame in frames() if frame.f_code is code)
     return {id(tensor) for call in calls for tensor in call.f_locals["parameters_and_buffers"].values()}
 
 
@@ -72,12 +74,11 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
-def _frames_of(code: CodeType) -> Iterator[FrameType]:
-    """The frames of a function that this thread is inside of, innermost first."""
+def frames() -> Iterator[FrameType]:
+    """The frames that this thread is inside of, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is code:
-            yield frame
+        yield frame
         frame = frame.f_back
 
 

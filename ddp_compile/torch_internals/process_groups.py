@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -33,7 +34,7 @@ def preserved_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 
-def started(work: Any) -> Any:
+def started(work: dist.Work | None) -> dist.Work:
     """The work of a collective that was called with ``async_op=True``. Only ranks outside its group get None."""
     assert work is not None
     return work
@@ -56,7 +57,7 @@ def unprofiled_messages() -> Iterator[None]:
         torch._C._autograd._enable_record_function(True)
 
 
-def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
+def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> dist.Work:
     """Start gathering ``input`` of every rank into ``output``, in the order of ranks; returns the work.
 
     torch before 2.13 has ``torch.distributed.all_gather_single`` under an older name.
@@ -65,7 +66,7 @@ def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
     return started(gather(output, input, group=process_group, async_op=True))
 
 
-def reduce_scatter_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
+def reduce_scatter_single(output: Tensor, input: Tensor, process_group: Any) -> dist.Work:
     """Start adding up ``input`` over the ranks, each of which gets its part in ``output``; returns the work.
 
     torch before 2.13 has ``torch.distributed.reduce_scatter_single`` under an older name.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -149,12 +148,9 @@ def _calling_modules() -> Iterator[nn.Module]:
     with the call.
     """
     seen: set[int] = set()
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename in _FORWARDS or torch_internals.is_module_call(code):
+    for frame in torch_internals.frames():
+        if frame.f_code.co_filename in _FORWARDS or torch_internals.is_module_call(frame.f_code):
             caller = frame.f_locals.get("self")
             if isinstance(caller, nn.Module) and id(caller) not in seen:
                 seen.add(id(caller))
                 yield caller
-        frame = frame.f_back  # type: ignore[assignment]

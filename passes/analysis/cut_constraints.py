@@ -151,19 +151,14 @@ def is_autocast_exit(node: fx.Node) -> bool:
 
 def _regions_that_stay_whole(gm: fx.GraphModule) -> list[HeldCuts]:
     autocast = {node.name for node in gm.graph.nodes if is_autocast_enter(node)}
+    whole = [[region for region in regions if region not in autocast] for regions in mode_regions(gm).values()]
     held = []
-    opened_at: int | None = None
-    at, mode = 0, ""
-    for at, regions in enumerate(mode_regions(gm).values()):
-        whole = [region for region in regions if region not in autocast]
-        if whole and opened_at is None:
-            opened_at, mode = at, whole[0]
-        elif not whole and opened_at is not None:
-            # The node at ``at`` closes the region, so a cut right before it is still inside.
-            held.append(HeldCuts(opened_at + 1, at, f"the region opened by {mode} stays whole"))
-            opened_at = None
-    if opened_at is not None:
-        held.append(HeldCuts(opened_at + 1, at, f"the region opened by {mode} stays whole"))
+    for is_inside, run in itertools.groupby(range(len(whole)), key=lambda at: bool(whole[at])):
+        places = list(run)
+        if is_inside:
+            # The node after these closes the region, so a cut right before it is still inside.
+            reason = f"the region opened by {whole[places[0]][0]} stays whole"
+            held.append(HeldCuts(places[0] + 1, places[-1] + 1, reason))
     return held
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from ddp_compile import torch_internals
+from ddp_compile.passes.analysis.graph_nodes import written_arguments
 from ddp_compile.passes.pipeline import AotContext, PassResult
 
 
@@ -29,7 +29,7 @@ def return_written_outputs_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResu
     """
     output, num_changed = gm.graph.output_node(), 0
     for node in output.all_input_nodes:
-        writers = [user for user in node.users if _writes_into(user, node)]
+        writers = [u for u in node.users if isinstance(u.target, OpOverload) and node in written_arguments(u)]
         strides = node.meta["val"].stride() if isinstance(node.meta.get("val"), Tensor) else ()
         if not writers or len(strides) < 2 or not all(isinstance(stride, int) for stride in strides):
             continue
@@ -40,12 +40,3 @@ def return_written_outputs_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResu
             user.replace_input_with(node, returned)
         num_changed += 1
     return PassResult(gm, num_changed)
-
-
-def _writes_into(user: fx.Node, node: fx.Node) -> bool:
-    """Whether an operator is declared to write to a node's value."""
-    if not isinstance(user.target, OpOverload):
-        return False
-    pairs = zip(user.target._schema.arguments, user.args, strict=False)
-    written = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
-    return any(value is node for value in pytree.tree_leaves(written))

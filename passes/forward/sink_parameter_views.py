@@ -36,7 +36,7 @@ def sink_parameter_views_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResul
     for node in reversed(movable):
         if not node.users or not written.isdisjoint(roots[node]):
             continue
-        first_use = _first_use(node)
+        first_use = min(node.users)  # nodes are ordered as in their graph
         if first_use is node.next or regions[node] != regions[first_use]:
             continue
         first_use.prepend(node)
@@ -55,10 +55,3 @@ def _parameter_views(gm: fx.GraphModule, ctx: PassContext) -> tuple[dict[fx.Node
             roots[node] = frozenset[int]().union(*(roots[argument] for argument in node.all_input_nodes))
             views.append(node)
     return roots, views
-
-
-def _first_use(node: fx.Node) -> fx.Node:
-    following = node.next
-    while following not in node.users:
-        following = following.next
-    return following

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
-
-from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
@@ -100,7 +98,8 @@ class UnusedAllowed(AllRequired):
         self._used_here.add(index)
 
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
-        reached = {self._index_of.get(id(leaf)) for leaf in _leaves_of(torch_internals.tensors_in(outputs))}
+        leaves = torch_internals.leaves_of(torch_internals.tensors_in(outputs))
+        reached = {self._index_of.get(id(leaf)) for leaf in leaves}
         unreached, iteration = {i for i in self._index_of.values() if i not in reached}, self._set.iteration
         if torch_internals.may_hide_tensors(outputs):
             unreached = set()  # the end of the backward tells
@@ -225,22 +224,3 @@ def policy_for(config: ReplicateConfig, bucket_set: BucketSet) -> AllRequired:
     if config.find_unused_parameters:
         return UnusedAllowed(bucket_set, config.skip_all_reduce_unused_params)
     return AllRequired()
-
-
-def _leaves_of(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The leaf tensors into which a backward from these tensors would accumulate."""
-    seen: set[Any] = set()
-    nodes: list[Any] = []
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            nodes.append(tensor.grad_fn)
-        elif tensor.requires_grad:
-            yield tensor
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            yield node.variable
-        nodes.extend(following for following, _ in node.next_functions if following is not None)

@@ -76,13 +76,10 @@ class Exchange:
             if self._reporter is not None:
                 raise self._reporter.report_failure(error, self._where) from error.__cause__
         elif isinstance(error, RuntimeError) and not isinstance(error, DDPCompileError) and self._failed is not None:
-            failure = self._error(error)
+            if isinstance(self._failed, str):
+                failure = error_messages.exchange_failed(self._failed, error)
+            else:
+                failure = self._failed(error)
             if self._reporter is not None:
                 failure = self._reporter.report_failure(failure, self._where)
             raise failure from error
-
-    def _error(self, error: RuntimeError) -> ReductionError:
-        if isinstance(self._failed, str):
-            return error_messages.exchange_failed(self._failed, error)
-        assert self._failed is not None
-        return self._failed(error)

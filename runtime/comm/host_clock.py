@@ -48,11 +48,8 @@ def measure_offsets(group: Any, device: torch.device) -> list[Offset]:
         last_ended = time.monotonic_ns()
         begun.append([row[0] for row in rows])
         ended.append([row[1] for row in rows])
-    return [_offset([b[0] for b in begun], [e[0] for e in ended], b_r, e_r) for b_r, e_r in _by_rank(begun, ended)]
-
-
-def _by_rank(begun: Sequence[Sequence[int]], ended: Sequence[Sequence[int]]) -> list[tuple[list[int], list[int]]]:
-    return [([b[r] for b in begun], [e[r] for e in ended]) for r in range(len(begun[0]))]
+    begun_of, ended_of = list(zip(*begun, strict=True)), list(zip(*ended, strict=True))  # by rank and round
+    return [_offset(begun_of[0], ended_of[0], *times) for times in zip(begun_of, ended_of, strict=True)]
 
 
 def _offset(begun_0: Sequence[int], ended_0: Sequence[int], begun: Sequence[int], ended: Sequence[int]) -> Offset:

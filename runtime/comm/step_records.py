@@ -35,6 +35,8 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm import streams
 
 Kind = Literal["reduce", "gather"]
+#: What a wait or a call is for that is for no single transfer; see `RawStep`.
+Block = Literal["blocked", "counts", "clips"]
 
 #: A time on the host's monotonic clock in ns, or an event of a stream that will have one; see `streams.StreamClock`.
 Mark = Any
@@ -95,16 +97,10 @@ class NoRecords:
         """The wait is over."""
 
     def block_begins(self) -> Mark:
-        """A wait begins that is for no single transfer."""
+        """A wait begins that is for no single transfer, or a call of ``clip_grad_norm_``."""
 
-    def block_ends(self, since: Mark) -> None:
+    def block_ends(self, since: Mark, block: Block = "blocked") -> None:
         """It is over."""
-
-    def counts_have_come(self, since: Mark) -> None:
-        """A wait that began like that, for the counts of ``normalize_by``, is over."""
-
-    def gradients_are_clipped(self, since: Mark) -> None:
-        """A call of ``clip_grad_norm_`` that began like that is over."""
 
     def gradients_are_handed_over(self) -> None:
         """Every ``.grad`` of the iteration is final."""
@@ -222,14 +218,8 @@ class StepRecords(NoRecords):
     def block_begins(self) -> Mark:
         return self._clock.mark()
 
-    def block_ends(self, since: Mark) -> None:
-        self._step.blocked.append((since, self._clock.mark()))
-
-    def counts_have_come(self, since: Mark) -> None:
-        self._step.counts.append((since, self._clock.mark()))
-
-    def gradients_are_clipped(self, since: Mark) -> None:
-        self._step.clips.append((since, self._clock.mark()))
+    def block_ends(self, since: Mark, block: Block = "blocked") -> None:
+        getattr(self._step, block).append((since, self._clock.mark()))
 
     def gradients_are_handed_over(self) -> None:
         self._step.ended = self._clock.mark()

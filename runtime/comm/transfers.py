@@ -121,17 +121,17 @@ class Transfer:
 
 def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start adding up tensors of any shape, in place."""
-    return _work(dist.all_reduce(flat, group=group, async_op=True))
+    return torch_internals.started(dist.all_reduce(flat, group=group, async_op=True))
 
 
 def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start sending row j of ``sent`` to rank j, whose row comes to ``received``, of the same shape."""
-    return _work(dist.all_to_all_single(received, sent, group=group, async_op=True))
+    return torch_internals.started(dist.all_to_all_single(received, sent, group=group, async_op=True))
 
 
 def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start sending ``own``, of shape (n,), to all ranks; ``gathered``, of shape (ranks * n,), gets all of them."""
-    return _work(torch_internals.all_gather_single(gathered, own, group))
+    return torch_internals.all_gather_single(gathered, own, group)
 
 
 def exchange(
@@ -187,11 +187,6 @@ def wait_for(works: Sequence[dist.Work | Transfer | None], name: str) -> None:
         for work in works:
             if work is not None:
                 work.wait()
-
-
-def _work(started: Any) -> dist.Work:
-    work: dist.Work = torch_internals.started(started)
-    return work
 
 
 def keep_after(owner: object, finish: Callable[[], None]) -> None:

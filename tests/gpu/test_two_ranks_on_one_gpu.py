@@ -72,7 +72,7 @@ def train(rank: int, name: str, device: str) -> dict[str, Tensor]:
         steps(model, optimizer, rank, device)
         torch.accelerator.set_stream(before)
         before.wait_stream(side)
-    early = len(model._ddp_compile_state.reducer.early_buckets)
+    early = sum(bucket.was_launched_early for bucket in model._ddp_compile_state.reducer.buckets)
     return {**{key: value.cpu() for key, value in model.state_dict().items()}, "early": torch.tensor(early)}
 
 
