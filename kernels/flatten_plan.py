@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 
@@ -42,19 +43,22 @@ class FlattenPlan:
         # Views are made on demand: kernels need none.
         self._offsets = None if offsets is None else tuple(offsets)
         self._examples = tuple(tensors)
-        self._views: tuple[Tensor, ...] | None = None
 
     @classmethod
     def for_bucket(cls, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None) -> FlattenPlan:
         """A plan that outlives the tensors that it is made from. Arguments and errors are those of the class."""
         plan = cls(tensors, flat, offsets)
-        plan._make_views()
+        _ = plan.views
         return plan
 
-    @property
+    @functools.cached_property
     def views(self) -> tuple[Tensor, ...]:
         """One view into ``flat`` for each tensor, of the tensor's shape, and of its strides if these leave no gaps."""
-        return self._views if self._views is not None else self._make_views()
+        offsets = layout.packed_offsets(self._examples) if self._offsets is None else self._offsets
+        pairs = zip(self._examples, offsets, strict=True)
+        views = tuple(layout.place_of(tensor, self.flat, offset) for tensor, offset in pairs)
+        self._examples = ()
+        return views
 
     def flatten(self, tensors: Sequence[Tensor], scale: float | Tensor) -> None:
         """Write each tensor times ``scale`` to its place. A tensor that is already there is scaled in place.
@@ -115,10 +119,3 @@ class FlattenPlan:
             or alias.untyped_storage().nbytes() < needed
         ):
             raise ValueError("flat has another size, dtype or memory than when the plan was made; make a new plan")
-
-    def _make_views(self) -> tuple[Tensor, ...]:
-        offsets = layout.packed_offsets(self._examples) if self._offsets is None else self._offsets
-        pairs = zip(self._examples, offsets, strict=True)
-        self._views = tuple(layout.place_of(tensor, self.flat, offset) for tensor, offset in pairs)
-        self._examples = ()
-        return self._views

@@ -72,7 +72,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a.contiguous().view(bits) == b.contiguous().view(bits)) | (a.isnan() & b.isnan())).all())
 
 
-#: Names that `NativeLibrary.instruction_sets` has on x86 processors.
+#: Names that ``instruction_sets`` of tests/kernels/conftest.py has on x86 processors.
 INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
 #: What is built elsewhere: the macro that makes any compiler build the same here, and the only instruction set then.
 OTHER_BUILDS = {

@@ -33,24 +33,19 @@ class GraphReport(NamedTuple):
     declined: tuple[Declined, ...] = ()
     launches_in_backward: bool = False
     not_cut: tuple[Declined, ...] = ()  #: of a graph left whole since it could not be cut for every bucket
-    lines: Mapping[str, SourceLine] = MappingProxyType({})  #: of the user, by name of the nodes that are named here
-    modules: Mapping[str, str] = MappingProxyType({})  #: the innermost modules whose calls have these nodes, by name
+    #: By name of the nodes that are named here: the innermost module whose call has the node, and the user's line.
+    places: Mapping[str | None, tuple[str | None, SourceLine | None]] = MappingProxyType({})
 
     def with_places_of(self, gm: fx.GraphModule, names: Mapping[int, str]) -> GraphReport:
-        """The report with the user's lines and modules.
-
-        Args:
-            gm: The graph that it is about.
-            names: Of the module's submodules, by ``id``.
-        """
+        """The report with the places of nodes of its graph, given the names of submodules by ``id``."""
         of_declined = [declined.node for declined in (*self.declined, *self.not_cut)]
         named = {*of_declined, *(part.first_node for part in self.parts)}
         graphs = [gm, *(getattr(gm, name) for name in partition_names(gm))]
-        nodes = [node for part in graphs for node in part.graph.nodes if node.name in named]
-        found = {node.name: torch_internals.user_line_of(node) for node in nodes}
-        lines = {name: line for name, line in found.items() if line is not None}
-        inside = {node.name: [names[i] for i in torch_internals.modules_of(node) if i in names] for node in nodes}
-        return self._replace(lines=lines, modules={name: modules[0] for name, modules in inside.items() if modules})
+        places = {}
+        for node in (node for part in graphs for node in part.graph.nodes if node.name in named):
+            inside = next((names[i] for i in torch_internals.modules_of(node) if i in names), None)
+            places[node.name] = inside, torch_internals.user_line_of(node)
+        return self._replace(places=places)
 
 
 def parts_of(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> tuple[GraphPart, ...]:

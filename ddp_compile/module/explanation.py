@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
-from ddp_compile.compile.graph_report import GraphReport
+from ddp_compile.compile.graph_report import GraphPart, GraphReport
 from ddp_compile.config import ReplicateConfig, caps_from_mib
 from ddp_compile.errors import number_of, this_rank
 from ddp_compile.passes.pipeline import Declined
@@ -126,29 +126,24 @@ def _gets_gradients(report: GraphReport, indices: set[int]) -> bool:
 
 def _explain_graph(report: GraphReport, plan: BucketPlan) -> GraphExplanation:
     def refusals(declined: Sequence[Declined]) -> tuple[Refusal, ...]:
-        return tuple(Refusal(each.node, each.reason, bucket_of(each.bucket), *place(each)) for each in declined)
+        return tuple(Refusal(d.node, d.reason, bucket_of(d.bucket), *place(d.node, d.line)) for d in declined)
 
-    def place(declined: Declined) -> tuple[str | None, SourceLine | None]:
-        return report.modules.get(declined.node), declined.line or report.lines.get(declined.node)
+    def place(node: str | None, line: SourceLine | None = None) -> tuple[str | None, SourceLine | None]:
+        module, found = report.places.get(node, (None, None))
+        return module, line or found
 
     def bucket_of(index: int | None) -> int | None:
         """The number in the plan of a bucket that had another one when the graph was compiled."""
         found = [bucket for bucket in report.buckets if bucket.index == index]
         return plan.bucket_of_parameter[found[0].gradients[0].index] if found else None
 
-    partitions = [
-        Partition(
-            tuple(sorted({plan.bucket_of_parameter[index] for index in part.reads})),
-            part.first_node,
-            report.modules.get(part.first_node or ""),
-            report.lines.get(part.first_node or ""),
-        )
-        for part in report.parts
-    ]
+    def buckets_of(part: GraphPart) -> tuple[int, ...]:
+        return tuple(sorted({plan.bucket_of_parameter[index] for index in part.reads}))
+
     return GraphExplanation(
         number=report.graph,
         num_buckets=len(report.buckets),
-        partitions=tuple(partitions),
+        partitions=tuple(Partition(buckets_of(p), p.first_node, *place(p.first_node)) for p in report.parts),
         launches_in_backward=report.launches_in_backward,
         not_cut=refusals(report.not_cut),
         refusals=refusals(report.declined),

@@ -146,9 +146,11 @@ class BucketPlan:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        counts = Counter(gradient.index for bucket in self.buckets for gradient in bucket.gradients)
+        gradients = [gradient for bucket in self.buckets for gradient in bucket.gradients]
+        counts = Counter(gradient.index for gradient in gradients)
         if twice := [index for index, count in counts.items() if count > 1]:
-            raise ValueError(f"a BucketPlan must have each parameter once, but this one has parameter {twice[0]} twice")
+            names = " and ".join(repr(gradient.fqn) for gradient in gradients if gradient.index == twice[0])
+            raise ValueError(f"a BucketPlan has each parameter once, but this has parameter {twice[0]} twice: {names}")
         if (numbers := [bucket.index for bucket in self.buckets]) != list(range(len(self.buckets))):
             raise ValueError(f"buckets of a BucketPlan are numbered 0, 1, 2, ... in launch order, not {numbers}")
 
@@ -196,13 +198,17 @@ class BucketPlan:
             document = json.loads(text, object_pairs_hook=_object_of)
             found = from_document(_PlanJson, document, "plan")
             buckets = tuple(each.to_spec(i) for i, each in enumerate(found.buckets))
-            _check_numbering([gradient for bucket in buckets for gradient in bucket.gradients])
+            plan = cls(buckets, found.generation)
+            count = len(plan.bucket_of_parameter)
+            if beyond := [g for bucket in buckets for g in bucket.gradients if g.index >= count]:
+                number = f"has number {beyond[0].index}, but the plan has {number_of(count, 'parameter')}"
+                raise ValueError(f"parameter {beyond[0].fqn!r} {number}")
+            return plan
         except ValueError as error:
             raise ValueError(
                 f"bucket plan is malformed: {error}. Pass the unchanged text that BucketPlan.to_json() returned, with"
                 " the same version of ddp_compile"
             ) from error
-        return cls(buckets, found.generation)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, for ``ddp_compile(model, bucket_plan=path)``. Call it on one rank.
@@ -295,21 +301,6 @@ class _PlanJson:
     version: Literal[3]  #: `_JSON_VERSION`
     generation: int
     buckets: tuple[_BucketJson, ...]
-
-
-def _check_numbering(gradients: Sequence[GradientSpec]) -> None:
-    """Check that every parameter is in the plan once, numbered from 0."""
-    name_of: dict[int, str] = {}
-    for gradient in gradients:
-        if gradient.index in name_of:
-            names = f"{name_of[gradient.index]!r} and {gradient.fqn!r}"
-            raise ValueError(f"parameter {gradient.index} appears twice, as {names}")
-        name_of[gradient.index] = gradient.fqn
-        if gradient.index >= len(gradients):
-            raise ValueError(
-                f"parameter {gradient.fqn!r} has number {gradient.index}, but the plan has"
-                f" {number_of(len(gradients), 'parameter')}"
-            )
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

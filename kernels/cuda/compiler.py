@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ddp_compile.errors import KernelUnavailableError
@@ -29,6 +30,7 @@ class Compiler:
                 f"cuda.bindings cannot be imported ({error}); install the version of cuda-bindings for torch's CUDA"
             ) from error
         self._nvrtc: Any = nvrtc
+        self._call = functools.partial(call, nvrtc)
         try:
             self.version = "{}.{}".format(*self._call("nvrtcVersion"))
             self.architectures: list[int] = list(self._call("nvrtcGetSupportedArchs")[0])
@@ -85,6 +87,3 @@ class Compiler:
         log = bytearray(size)
         self._call("nvrtcGetProgramLog", handle, log)
         return log.decode(errors="replace").rstrip("\0\n")
-
-    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
-        return call(self._nvrtc, name, *arguments)

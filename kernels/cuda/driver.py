@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ class CudaDriver:
         from cuda.bindings import driver
 
         self._api: Any = driver
+        self._call = functools.partial(call, driver)
         (version,) = self._call("cuDriverGetVersion")
         if version < OLDEST_DRIVER:
             raise KernelUnavailableError(
@@ -89,9 +91,6 @@ class CudaDriver:
     def _leave(self, previous: Any) -> None:
         if previous is not None:
             self._call("cuCtxSetCurrent", previous)
-
-    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
-        return call(self._api, name, *arguments)
 
 
 def call(api: Any, name: str, *arguments: Any) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +89,6 @@ class NativeLibrary:
                 f"{path} was built from other sources than those in {SOURCES}; build it again with pip install -e ."
             )
         self.exchange_api = _exchange_api()
-
-    def instruction_sets(self) -> list[str]:
-        """The instruction sets that both the library and this processor support. The first is the default."""
-        names = itertools.takewhile(bool, map(self.instruction_set_at, itertools.count()))
-        return [name.decode() for name in names]
-
-    def use_instruction_set(self, name: str) -> None:
-        """Use another of `instruction_sets` in the whole process from now on; for tests and measurements."""
-        if not self.set_instruction_set(name.encode()):
-            raise ValueError(f"instruction set {name!r} is not one of {', '.join(self.instruction_sets())}")
 
     def __getattr__(self, name: str) -> Any:
         # For type checkers only: __init__ has set the functions.

@@ -27,9 +27,7 @@ class FlatBuffer:
         self._spec = spec
         self._parameters = tuple(parameters)
         self._gradient_dtype: torch.dtype = getattr(torch, spec.param_dtype or spec.dtype)
-        self.has_dtensors = any(
-            map(torch_internals.is_dtensor, parameters)
-        )  #: whether tensor parallelism has sharded any
+        self.has_dtensors = any(map(torch_internals.is_dtensor, parameters))  #: by tensor parallelism
         self._tensor: Tensor | None = None
         self._flatten_plan: FlattenPlan | RealParts | None = None
         self._views: GradientViews | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -46,10 +47,15 @@ def other_builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NativeLi
         assert [process.wait() for process in processes] == [0] * len(missing)
     libraries = {name: NativeLibrary(*folder.rglob("_core*")) for name, folder in folders.items()}
     # The macros have to have reached the compiler.
-    assert {name: built.instruction_sets() for name, built in libraries.items()} == {
+    assert {name: instruction_sets(built) for name, built in libraries.items()} == {
         name: [instruction_set] for name, (_, instruction_set) in OTHER_BUILDS.items()
     }
     return libraries
+
+
+def instruction_sets(core: NativeLibrary) -> list[str]:
+    """Those that both the library and this processor support. The first is the default."""
+    return [name.decode() for name in itertools.takewhile(bool, map(core.instruction_set_at, itertools.count()))]
 
 
 @pytest.fixture(params=[*INSTRUCTION_SETS, *(pytest.param(build, marks=pytest.mark.long) for build in OTHER_BUILDS)])
@@ -59,12 +65,12 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param in OTHER_BUILDS:
         built = request.getfixturevalue("other_builds")[request.param]
         monkeypatch.setattr(library, "load", lambda: built)
-    elif request.param in core.instruction_sets():
-        core.use_instruction_set(request.param)
+    elif request.param in instruction_sets(core):
+        assert core.set_instruction_set(request.param.encode())
     else:
         pytest.skip(f"this processor does not have {request.param}")
     yield library.load().instruction_set().decode()
-    core.use_instruction_set(core.instruction_sets()[0])
+    core.set_instruction_set(instruction_sets(core)[0].encode())
 
 
 @pytest.fixture(scope="session")

@@ -180,7 +180,7 @@ def changed(document: Any, *path: Any) -> Any:
         (("buckets", 1, "gradients", 0, [1, "p1"]), "plan.buckets[1].gradients[0] is [1, 'p1'], not a list"),
         (("buckets", 1, "gradients", 0, 1, 7), "plan.buckets[1].gradients[0][1] is 7, not a str"),
         (("buckets", 1, "gradients", 0, 0, 4), "parameter 'p2' has number 4, but the plan has 4 parameters"),
-        (("buckets", 1, "gradients", 0, 0, 3), "parameter 3 appears twice, as 'p2' and 'p3'"),
+        (("buckets", 1, "gradients", 0, 0, 3), "a BucketPlan has each parameter once, but this has parameter 3 twice"),
     ],
 )
 def test_malformed_json(change: tuple[Any, ...], said: str) -> None:
@@ -231,7 +231,7 @@ bucket    MiB  cap MiB  dtype     device  gradients  from          to           
 
 def test_contradicting_buckets() -> None:
     first, second = (BucketSpec(i, (gradient(i, 100),), 400) for i in range(2))
-    with pytest.raises(ValueError, match="has parameter 0 twice"):
+    with pytest.raises(ValueError, match="has parameter 0 twice: 'p0' and 'p0'"):
         BucketPlan((first, BucketSpec(1, first.gradients, 100)))
     with pytest.raises(ValueError, match=r"numbered 0, 1, 2, ... in launch order, not \[1, 0\]"):
         BucketPlan((second, first))
