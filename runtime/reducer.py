@@ -13,7 +13,7 @@ from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
 from ddp_compile.runtime.buckets.gradients import drop_gradients
-from ddp_compile.runtime.comm import error_messages, streams
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.step_records import NoRecords
 from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.lifecycle import Phase, State
@@ -123,10 +123,6 @@ class Reducer(Step):
         if not self.is_between_steps:
             raise error_messages.manual_finalization_in_backward(required)
         self.finalizes_manually = required
-
-    def refuse_capture(self, what: str) -> None:
-        """Raise a ReplicationError while a graph is being captured: its replays would bypass the reducer."""
-        streams.refuse_capture(self.parameters[0].device, what)
 
     @contextmanager
     def leaving_no_trace(self, call: str) -> Iterator[None]:

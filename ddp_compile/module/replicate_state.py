@@ -29,6 +29,7 @@ from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.saved_plan import SavedPlan, load_for
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.buckets import step_watch
+from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.desync.model_order import is_agreement_point
 from ddp_compile.runtime.desync.monitor import DesyncMonitor, replicating
@@ -252,7 +253,7 @@ class ReplicateState:
             self.monitor.forward_ends(kind)
             return outputs
         self._refuse_distributed_autograd()
-        self.reducer.refuse_capture("a forward of a replicated module with gradients")
+        streams.refuse_capture(self.device, "a forward of a replicated module with gradients")
         source = self.uneven_inputs.forward_begins(module, self.requires_sync)
         self._prepare_for_backward(module)
         num_graphs = self.num_graphs
