@@ -168,7 +168,7 @@ def shard_optimizer(
         overlap,
         lambda: _objection_to_moving(alive()),
     )
-    set_comm_algorithm(state, _Sharded(parameters), None)
+    set_comm_algorithm(state, _Sharded(parameters))
     return optimizer
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_compile.errors import ReplicationError
-from ddp_compile.features.algorithm_switch import register_comm_hook, set_comm_algorithm
+from ddp_compile.features.algorithm_switch import REPLICATE_ANEW, register_comm_hook, set_comm_algorithm
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.features.uneven_inputs import JoinOne
 from ddp_compile.module.replicate_state import ReplicateState
@@ -223,29 +223,27 @@ class ReplicatedModule(nn.Module):
         """
         return state_of(self).reducer.algorithm
 
-    def set_comm_algorithm(
-        self, algorithm: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None = None
-    ) -> None:
+    def set_comm_algorithm(self, algorithm: AlgorithmConfig, **removed: Never) -> None:
         """Use another algorithm from the next forward on. Call this on every rank between the same two steps.
 
         If parameters may differ between the ranks, they become the mean over the ranks first. The state of the previous
         algorithm is lost.
 
         Args:
-            algorithm: As for ``ddp_compile``.
-            optimizers: All optimizers of the module. Needed if the ranks differ under the previous algorithm and the
-                new one averages gradients. Their states become the mean too, since otherwise equal gradients would lead
-                to different steps.
+            algorithm: As for ``ddp_compile``. After one that averages parameters it cannot be one that averages
+                gradients, since the states of the ranks' optimizers differ.
+            **removed: Refused. For ``optimizers``, which has gone, the error says what to do.
 
         Raises:
-            TypeError: Not an `AlgorithmConfig`.
+            TypeError: Not an `AlgorithmConfig`, or an unknown argument.
             ValueError: A setting that does not fit the ranks.
-            RuntimeError: A backward has not been completed, the algorithm does not take the module's gradients or
-                excludes another feature, or ``optimizers`` is missing.
-            RanksDifferError: After the first backward, another rank sets another algorithm, or none in time; or the
-                states of the optimizers do not have the same parts on all ranks.
+            RuntimeError: A backward has not been completed, or the algorithm does not take the module's gradients,
+                excludes another feature, or cannot follow the previous one.
+            RanksDifferError: After the first backward, another rank sets another algorithm, or none in time.
         """
-        set_comm_algorithm(state_of(self), algorithm, optimizers)
+        for name in removed:
+            raise TypeError(f"set_comm_algorithm() does not take {name}=; to send gradients again, {REPLICATE_ANEW}")
+        set_comm_algorithm(state_of(self), algorithm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like the module's own; with a sharded optimizer, it also zeroes the gradients of its pieces."""
