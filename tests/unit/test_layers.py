@@ -148,11 +148,10 @@ LAYERS = [
     ["api", "functions", "sharded_optimizer"],
     [""],
     ["extension of algorithms"],
-    ["optim"],
     ["integrations", "bench", "commands"],
     ["__main__"],
 ]
-#: The algorithms that no module of the core imports, although they lie in its folder.
+#: The algorithms that no module of the core imports, although most lie in its folder.
 EXTENSION = {
     f"ddp_compile.runtime.algorithms.{name}"
     for name in (
@@ -165,9 +164,8 @@ EXTENSION = {
         "low_precision_decentralized",
         "parameter_average",
         "parameter_gate",
-        "q_adam",
     )
-}
+} | {"ddp_compile.optim"}
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 
