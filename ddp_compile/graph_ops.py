@@ -124,8 +124,7 @@ def watch_parameters(
     def run(*arguments: Any) -> Any:
         for position, number in zip(watched, numbers, strict=True):
             if id(arguments[position]) != number:
-                receiver = _receivers.get(reducer_id)
-                if receiver is not None:
+                if (receiver := _receivers.get(reducer_id)) is not None:
                     receiver.ignore_computed_buckets(buckets)
                 break
         return compiled(*arguments)
@@ -136,16 +135,14 @@ def watch_parameters(
 def _bucket_ready(
     gradients: Sequence[Tensor], reducer_id: int, parameters: Sequence[int], held: Sequence[Tensor]
 ) -> None:
-    receiver = _receivers.get(reducer_id)
-    if receiver is not None:
+    if (receiver := _receivers.get(reducer_id)) is not None:
         receiver.mark_bucket_ready(parameters, gradients)
 
 
 def _move_bucket(
     gradients: Sequence[Tensor], strides: Sequence[int], reducer_id: int, parameters: Sequence[int]
 ) -> list[Tensor]:
-    receiver = _receivers.get(reducer_id)
-    if receiver is not None:
+    if (receiver := _receivers.get(reducer_id)) is not None:
         return list(receiver.move_bucket(parameters, gradients))
     copies = _move_bucket_fake(gradients, strides, reducer_id, parameters)
     return [copy.copy_(gradient) for copy, gradient in zip(copies, gradients, strict=True)]
@@ -164,8 +161,7 @@ def _move_bucket_fake(
 def _await_parameters(
     parameters: Sequence[Tensor], reducer_id: int, param_indices: Sequence[int], held: Sequence[Tensor]
 ) -> None:
-    receiver = _receivers.get(reducer_id)
-    if receiver is not None:
+    if (receiver := _receivers.get(reducer_id)) is not None:
         receiver.await_parameters(param_indices)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Never
 
@@ -48,15 +48,9 @@ class ReplicatedModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of(self).call(self, args, kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """See `ddp_compile.no_sync`."""
-        state = state_of(self)
-        before, state.requires_sync = state.requires_sync, False
-        try:
-            yield
-        finally:
-            state.requires_sync = before
+        return state_of(self).setting("requires_sync", False)
 
     def warm_up(self, *args: Any, timeout_s: float = 3600.0, **kwargs: Any) -> None:
         """Compile forward and backward now, on every rank by itself, and return when all ranks have.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,9 +66,9 @@ class ReplicateState:
         self.requires_sync = True
         self.normalizes = False  # whether `normalize_by` has ever been called
         self.measurement: Measurement | None = None  # the last one
-        # Whether ``generate`` or a forward with gradients is under way; see `naming_parameters` and
-        # `await_before_python`.
-        self._is_generating = self._is_training = self._names_parameters = self._has_waited = False
+        self.is_generating = False  # in the module's method ``generate``, whose forwards get longer and longer
+        # Whether a forward with gradients is under way; see `naming_parameters` and `await_before_python`.
+        self._is_training = self._names_parameters = self._has_waited = False
         self._was_compiled = self._ran_uncompiled = False  # any forward with gradients; the last one
         # The second counter includes forwards that `prepare_for_backward_of` announces.
         self._num_forwards = self._num_with_gradients = 0
@@ -278,13 +278,18 @@ class ReplicateState:
         self.await_parameters()
 
     @contextmanager
-    def naming_parameters(self) -> Iterator[None]:
-        """Inside, parameters are listed but their values are not read."""
-        before, self._names_parameters = self._names_parameters, True
+    def setting(self, attribute: str, value: bool) -> Iterator[None]:
+        """Inside, an attribute of this has the value; afterward the one from before."""
+        before = getattr(self, attribute)
+        setattr(self, attribute, value)
         try:
             yield
         finally:
-            self._names_parameters = before
+            setattr(self, attribute, before)
+
+    def naming_parameters(self) -> AbstractContextManager[None]:
+        """Inside, parameters are listed but their values are not read."""
+        return self.setting("_names_parameters", True)
 
     @property
     def runs_uncompiled(self) -> bool:
@@ -299,16 +304,7 @@ class ReplicateState:
         if self._is_training or torch_internals.is_inside_backward():
             return False  # in a reentrant checkpoint, which must compute the same as training
         wanted = self.config.compile_evaluation
-        return self._is_generating if wanted == "auto" else not wanted
-
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """A context for the module's method ``generate``, whose forwards get longer and longer sequences."""
-        before, self._is_generating = self._is_generating, True
-        try:
-            yield
-        finally:
-            self._is_generating = before
+        return self.is_generating if wanted == "auto" else not wanted
 
     def _call_with_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, source: int

@@ -170,7 +170,7 @@ def _generate_of(original: Any) -> dict[str, Any]:
 
     @functools.wraps(generate)
     def generate_by_forwards(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with state_of(self).generating():
+        with state_of(self).setting("is_generating", True):
             return generate(self, *args, **kwargs)
 
     return {"generate": generate_by_forwards}
