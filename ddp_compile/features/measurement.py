@@ -12,9 +12,9 @@ from __future__ import annotations
 import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import RankStep, Step, Transfer, union_length
 from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.host_clock import exchange_bytes, measure_offsets
 from ddp_compile.runtime.comm.process_groups import host_group
 from ddp_compile.runtime.comm.step_records import NO_RECORDS, RawStep, StepRecords
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
 
 #: How many steps a measurement without an end keeps.
 MOST_KEPT = 100
-
-Result = TypeVar("Result")
+_RECORDS = "exchange of records of model.measure()"
 
 
 class Measurement:
@@ -63,7 +63,8 @@ class Measurement:
         self._report: StepReport | None = None
         self._is_over = False
         self._hosts: Any = host_group(group, device, own=False)
-        self._offsets = _among_ranks(measure_offsets, *self._hosts)
+        with Exchange(_RECORDS):
+            self._offsets = measure_offsets(*self._hosts)
         self._records = StepRecords(
             device,
             reducer.iteration_number,
@@ -142,11 +143,12 @@ class Measurement:
         assert replica is not None
         self.abandon()
         message = zlib.compress(pickle.dumps((replica.monitor.model, raw)))
-        received = [pickle.loads(zlib.decompress(each)) for each in _among_ranks(exchange_bytes, message, *hosts)]
-        models = [model for model, _ in received]
-        if len(set(models)) > 1:
-            raise error_messages.measured_models_differ(dict(zip(self._ranks, models, strict=True)))
-        later = _among_ranks(measure_offsets, *hosts)
+        with Exchange(_RECORDS):
+            received = [pickle.loads(zlib.decompress(each)) for each in exchange_bytes(message, *hosts)]
+            models = [model for model, _ in received]
+            if len(set(models)) > 1:
+                raise error_messages.measured_models_differ(dict(zip(self._ranks, models, strict=True)))
+            later = measure_offsets(*hosts)
         offsets = [before.and_later(after) for before, after in zip(self._offsets, later, strict=True)]
         everyone = [{step.number: step for step in steps} for _, steps in received]
         numbers = set.intersection(*(set(steps) for steps in everyone))  # a rank may have dropped a step
@@ -208,13 +210,6 @@ def _refuse_between(replica: ReplicateState, call: str) -> None:
             f"{this_rank()}: {call} was called while a backward has not been completed; call it between two steps, on"
             " every rank"
         )
-
-
-def _among_ranks(exchange: Callable[..., Result], *args: Any) -> Result:
-    try:
-        return exchange(*args)
-    except RuntimeError as error:
-        raise error_messages.exchange_failed("exchange of records of model.measure()", error) from error
 
 
 # From raw records to those of the report.

@@ -38,19 +38,17 @@ HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
 
 @functools.cache
-def _hooks_of_torch_that_start() -> frozenset[object]:
+def _hooks_of_torch_that_start() -> tuple[object, ...]:
     """The hooks that start all their communication before they return."""
     # Imported here: they also import torch's optimizers for many ranks, which takes a second.
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
 
-    return frozenset(
-        {
-            debugging_hooks.noop_hook,
-            default_hooks.allreduce_hook,
-            default_hooks.bf16_compress_hook,
-            default_hooks.fp16_compress_hook,
-            post_localSGD_hook.post_localSGD_hook,
-        }
+    return (
+        debugging_hooks.noop_hook,
+        default_hooks.allreduce_hook,
+        default_hooks.bf16_compress_hook,
+        default_hooks.fp16_compress_hook,
+        post_localSGD_hook.post_localSGD_hook,
     )
 
 
@@ -149,7 +147,7 @@ class CommHook(CommAlgorithm):
         self._function = function
         self._state = state
         self._process_group = process_group
-        self._starts_at_once = _starts_at_once(function)
+        self._starts_at_once = any(function is hook for hook in _hooks_of_torch_that_start())
         if self._starts_at_once and self._function_name in _STATELESS:
             self.traits = replace(self.traits, replayable=True)
         self._running: Transfer | None = None
@@ -213,13 +211,6 @@ class CommHook(CommAlgorithm):
             " out of step with the others; correct the hook, or look for the error of another rank that has raised or"
             " exited, and start again from a checkpoint"
         )
-
-
-def _starts_at_once(function: Callable[..., Any]) -> bool:
-    try:
-        return function in _hooks_of_torch_that_start()
-    except TypeError:  # an object without a hash
-        return False
 
 
 def _name_of(function: object) -> str:
