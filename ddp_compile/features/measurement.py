@@ -12,9 +12,9 @@ from __future__ import annotations
 import pickle
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -130,7 +130,7 @@ class Measurement:
     def last_step(self) -> Step | None:
         """The last complete step, of this rank alone; None before there is one."""
         steps = self._records.steps
-        return _step([_OfRank(self._ranks[self._rank_in_group], 0, steps[-1])]) if steps else None
+        return _step({self._ranks[self._rank_in_group]: (0, steps[-1])}) if steps else None
 
     def exchange(self) -> None:
         """Exchange the records with all ranks, which are here too, and make the report.
@@ -161,7 +161,7 @@ class Measurement:
             algorithm=replica.reducer.algorithm.name,
             plan=plan,
             steps=tuple(
-                _step([_OfRank(rank, offset.ns, steps[number]) for rank, offset, steps in by_rank])
+                _step({rank: (offset.ns, steps[number]) for rank, offset, steps in by_rank})
                 for number in sorted(numbers)
             ),
             clock_error_s=sum(sorted(offset.error_ns for offset in offsets)[-2:]) / 1e9,
@@ -215,18 +215,11 @@ def _refuse_between(replica: ReplicateState, call: str) -> None:
 # From raw records to those of the report.
 
 
-class _OfRank(NamedTuple):
-    """A step as one rank recorded it."""
-
-    rank: int
-    offset_ns: int  #: what to add to its clock to get rank 0's
-    step: RawStep
-
-
-def _step(raw: Sequence[_OfRank]) -> Step:
-    origin_ns = min(each.step.began + each.offset_ns for each in raw)
-    ranks = [_rank_step(rank, step, origin_ns - offset_ns) for rank, offset_ns, step in raw]
-    return Step(number=raw[0].step.number, ranks=tuple(ranks))
+def _step(raw: Mapping[int, tuple[int, RawStep]]) -> Step:
+    """From what each rank has recorded, and what to add to its clock to get rank 0's, in ns."""
+    origin_ns = min(step.began + offset_ns for offset_ns, step in raw.values())
+    ranks = [_rank_step(rank, step, origin_ns - offset_ns) for rank, (offset_ns, step) in raw.items()]
+    return Step(number=min(step.number for _, step in raw.values()), ranks=tuple(ranks))
 
 
 def _rank_step(rank: int, step: RawStep, origin_ns: int) -> RankStep:

@@ -26,6 +26,7 @@ from ddp_compile.features.compatibility import Feature
 from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module.mixin import state_of
 from ddp_compile.module.module_checks import names_to_ignore
+from ddp_compile.validation.torch_version import release_of
 
 #: The oldest Lightning that was tested.
 OLDEST = "2.5"
@@ -74,7 +75,7 @@ class DDPCompileStrategy(DDPStrategy):
     model: nn.Module | None  # the LightningModule; from `configure_ddp` on, its `_Steps`
 
     def __init__(self, **settings: Any) -> None:
-        if _release(lightning.__version__) < _release(OLDEST):
+        if release_of(lightning.__version__) < release_of(OLDEST):
             raise ReplicationError(
                 f"DDPCompileStrategy needs Lightning {OLDEST} or newer, but this is {lightning.__version__}; run pip"
                 f" install 'lightning>={OLDEST}'"
@@ -99,9 +100,8 @@ class DDPCompileStrategy(DDPStrategy):
             )
         self._refuse(module)
         settings = dict(self._ddp_kwargs)
-        if not isinstance(settings.get("parameters_to_ignore", ()), str):
-            ignored = names_to_ignore(module, settings.get("parameters_to_ignore", ()))
-            settings["parameters_to_ignore"] = [f"module.{name}" for name in ignored]
+        ignored = names_to_ignore(module, settings.get("parameters_to_ignore", ()))
+        settings["parameters_to_ignore"] = [f"module.{name}" for name in ignored]
         model = ddp_compile(_Steps(module), **settings)
         assert is_replicated(model)
         if (hook := self._ddp_comm_hook) is not None:
@@ -263,7 +263,3 @@ class _Untraced:
 
     def __reduce__(self) -> Any:
         return getattr, (self._owner, self._name)  # on the copy, which does not have this attribute yet
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])

@@ -73,7 +73,7 @@ class ReplicateState:
         # The second counter includes forwards that `prepare_for_backward_of` announces.
         self._num_forwards = self._num_with_gradients = 0
         # A DistributedDataParallel that has called the module but reduces none of its parameters.
-        self._ddp_beside: Callable[[], nn.Module | None] = _nothing
+        self._ddp_beside: Callable[[], nn.Module | None] = lambda: None
         self._select_parameters(module)
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph)
         in_backward = not regions and launches_in_backward(config.split, self.compiler, process_group)
@@ -83,9 +83,7 @@ class ReplicateState:
             saved = load_for(config.bucket_plan, gradients)
             self._agree(module, algorithm, in_backward, regions, saved)
             self.monitor = DesyncMonitor(process_group, self.device, self.model, config.check_replicas)
-            self.buffers = ReplicatedBuffers(
-                module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
-            )
+            self.buffers = ReplicatedBuffers(module, config, process_group, self.monitor)
             self.optimizers = OptimizersInBackward(self.reduced)
             self.uneven_inputs = UnevenInputs(self)
             refuse_gradients(algorithm, gradients)
@@ -113,7 +111,7 @@ class ReplicateState:
         self.delayed = DelayedAllReduce(config, process_group, self.reducer.normalizer)
         register_receiver(self.backend.reducer_id, self.reducer)
         self.parameters.register()
-        self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
+        self.regions = CompiledRegions(regions, self)
 
     def _select_parameters(self, module: nn.Module) -> None:
         ignored = self.config.parameters_to_ignore
@@ -348,7 +346,7 @@ class ReplicateState:
         if ddp is not self._ddp_beside() or is_agreement_point(self._num_forwards):
             with self.naming_parameters():
                 refuse_wrapper_around(module, self.parameters.named)
-            self._ddp_beside = _nothing if ddp is None else weakref.ref(ddp)
+            self._ddp_beside = (lambda: None) if ddp is None else weakref.ref(ddp)
 
     def _prepare_for_backward(self, module: nn.Module) -> None:
         if self._num_with_gradients == 0:
@@ -412,7 +410,3 @@ class ReplicateState:
             )
         if warning is not None:
             log.log(warning_level(self.process_group), "%s", warning)
-
-
-def _nothing() -> None:
-    return None

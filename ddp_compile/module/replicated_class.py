@@ -104,10 +104,7 @@ class OwnAttribute:
     """An attribute of a replicated class, used unless the module has or gets one of that name.
 
     A ``__getattr__`` of the replicated class would also work, but each read of a parameter or submodule would call it.
-
-    Args:
-        original: The user's class.
-        otherwise: Gives the value for a module that has no such attribute.
+    ``otherwise`` gives the value for a module that has no such attribute.
     """
 
     def __init__(self, name: str, original: Any, otherwise: Callable[[nn.Module], Any]) -> None:

@@ -23,8 +23,7 @@ from ddp_compile.report.steps import Kind, MeasuredSteps, RankStep, Transfer, un
 def costs_of(report: MeasuredSteps, all_reduce: Collective) -> Costs:
     """The costs of measured steps, if each bucket took this all-reduce.
 
-    Raises:
-        ValueError: No step has gradients of every bucket.
+    Raises a ValueError if no step has gradients of every bucket.
     """
     buckets = report.buckets
     ranks = [rank for step in report.steps for rank in step.ranks if rank.backward_began is not None]
@@ -60,12 +59,7 @@ def costs_of(report: MeasuredSteps, all_reduce: Collective) -> Costs:
 def collective_of(report: MeasuredSteps, kind: Kind = "reduce") -> Collective:
     """The alpha-beta model of a report's transfers: a line through the median time of each size.
 
-    Args:
-        report: Of steps with buckets of several sizes.
-        kind: Which transfers.
-
-    Raises:
-        ValueError: The transfers determine no line.
+    Raises a ValueError if the transfers determine no line.
     """
     times: dict[int, list[float]] = {}
     for step in report.steps:
@@ -81,11 +75,7 @@ def collective_of(report: MeasuredSteps, kind: Kind = "reduce") -> Collective:
 
 
 def all_reduce_of(report: MeasuredSteps) -> Collective:
-    """The alpha-beta model of an all-reduce; of both transfers together if the optimizer is sharded.
-
-    Raises:
-        ValueError: As `collective_of`.
-    """
+    """The alpha-beta model of an all-reduce; of both transfers together if the optimizer is sharded."""
     reduce = collective_of(report)
     if not any(each.kind == "gather" for step in report.steps for each in step.transfers):
         return reduce

@@ -77,9 +77,6 @@ class SumAtOwner(CollectiveChain):
 
     Buckets arrive divided by the number of ranks. On a narrow wire, a power of 2 near that number is applied before the
     sum and taken back after it, since small quotients would vanish in float16.
-
-    Args:
-        wire_dtype: What is sent; None for the dtype of the gradients.
     """
 
     traits = Traits(takes_sparse=False, takes_dtypes=_DTYPES)

@@ -145,11 +145,10 @@ class DiLoCoAlgorithm(ParameterAverage):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume; load the module's parameters first."""
-        self.refuse_state(state)
+        super().load_state_dict(state)
         self.finish_exchanges()
         for fragment, given in zip(self._fragments, state["fragments"], strict=True):
             fragment.load_state_dict(given)
-        super().load_state_dict(state)
         # With another warmup_steps, g and m may be out of date, or the ranks' parameters may differ.
         self._begins_anew = state["begins_anew"] or state["is_in_warmup"] != self._is_in_warmup
 
