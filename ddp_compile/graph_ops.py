@@ -111,9 +111,8 @@ def watch_parameters(
     instance. The wrapper compares one parameter of each bucket. If two instances share that one, the reducer notices by
     the gradients. Parameters that are attributes of the graph cannot change, and are not compared.
 
-    Args:
-        parameter_of_input: Index of the reduced parameter at each position among them.
-        buckets: The parameters of each bucket that the graph's backward computes.
+    ``parameter_of_input`` has the index of the reduced parameter at each position among the inputs, and ``buckets`` the
+    parameters of each bucket that the graph's backward computes.
     """
     position_of = {parameter: position for position, parameter in parameter_of_input.items()}
     found = ([position_of[index] for index in param_indices if index in position_of] for param_indices in buckets)

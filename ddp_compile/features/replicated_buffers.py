@@ -77,13 +77,8 @@ class ReplicatedBuffers:
     def before_forward(self, kind: str, source: int) -> list[torch.futures.Future[Any]]:
         """Make buffers equal before a forward whose backward is to be reduced; returns futures for its end to wait for.
 
-        Args:
-            kind: The kind of forward, for the statuses of the ranks.
-            source: The rank in the group whose buffers are broadcast.
-
-        Raises:
-            RanksDifferError: On every rank, if the shapes or dtypes of a buffer differ.
-            ReductionError: Another rank did not come.
+        Those of ``source``, a rank in the group, are broadcast. ``kind`` is that of the forward, for the statuses of
+        the ranks.
         """
         buffers, hook = self.synchronized(), self._hook
         if (hook is not None and hook.is_after_forward) or not (buffers or (self._may_change and hook is None)):

@@ -86,11 +86,7 @@ class DDPCompileStrategy(DDPStrategy):
         refuse_unknown_arguments({n: value for n, value in self._ddp_kwargs.items() if n not in taken}, taken)
 
     def configure_ddp(self) -> None:
-        """Replicate the LightningModule.
-
-        Raises:
-            ReplicationError: It cannot be replicated, or is already replicated or compiled.
-        """
+        """Replicate the LightningModule; raises a ReplicationError if that cannot be done, or has been done."""
         module = self.model
         if not isinstance(module, LightningModule):
             raise ReplicationError(
@@ -199,11 +195,7 @@ class LogCommunication(Callback):
         self._logged = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to record.
-
-        Raises:
-            ReplicationError: The strategy is another one.
-        """
+        """Begin to record; raises a ReplicationError if the strategy is another one."""
         model = trainer.strategy.model
         if not is_replicated(model):
             raise ReplicationError(

@@ -110,8 +110,7 @@ class ReplicatedModule(nn.Module):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook that ``torch.distributed.algorithms.Join`` calls on a rank that has no input left.
 
-        Args:
-            kwargs: ``divide_by_initial_world_size``, as in `join`; arguments of other Joinables are ignored.
+        It takes ``divide_by_initial_world_size``, as `join`; arguments of other Joinables are ignored.
         """
         state = state_of(self)
         present = in_force(state, state.reducer.algorithm)
@@ -357,33 +356,17 @@ class ReplicatedModule(nn.Module):
     ) -> None:
         """Replace the broadcast of buffers by ``hook(state, buffers)``, as with DistributedDataParallel.
 
-        It is called for each forward whose backward is to be reduced, with a mapping from name to buffer. If it returns
-        a list of futures, the end of that backward waits for them. Register the same hook on every rank.
-
-        Args:
-            state: Passed to the hook.
-            hook: Any function of both.
-            comm_hook_location: ``PRE_FORWARD`` to call it before the forward, ``POST_FORWARD`` to call it after; a
-                member of DistributedDataParallel's enumeration, or its name.
-
-        Raises:
-            TypeError: The hook is not callable.
-            ValueError: There is no such location.
+        It is called before or after each forward whose backward is to be reduced, with a mapping from name to buffer:
+        ``PRE_FORWARD`` or ``POST_FORWARD``, a member of DistributedDataParallel's enumeration, or its name. If it
+        returns a list of futures, the end of that backward waits for them. Register the same hook on every rank.
         """
         state_of(self).buffers.register_hook(state, hook, comm_hook_location)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Step inside ``backward()``, as with DistributedDataParallel; gradients are kept.
 
-        Args:
-            optim: Class of an optimizer that has a functional form in torch: SGD, Adam, AdamW and others.
-            args: Its arguments without the parameters.
-            optim_params: The parameters to step; None for all that are reduced.
-            kwargs: Its keyword arguments.
-
-        Raises:
-            ValueError: torch has no functional form of it, or the module does not reduce one of the parameters.
-            ReplicationError: The module has a sharded optimizer.
+        ``optim`` is the class of an optimizer that has a functional form in torch: SGD, Adam, AdamW and others. It gets
+        the other arguments, and ``optim_params``, or all parameters that are reduced.
         """
         state_of(self).refuse_if_excluded(Feature.STEPS_IN_BACKWARD, "_register_fused_optim")
         state_of(self).optimizers.register(optim, optim_params, args, kwargs)
