@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -162,14 +162,9 @@ class DDPCompileStrategy(DDPStrategy):
         if isinstance(self.model, _Steps) and not self.lightning_module.automatic_optimization:
             state_of(self.model).prepare_for_backward_of(self.model, closure_loss)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally in all micro-batches of a step except the last."""
-        if isinstance(self.model, _Steps):
-            with no_sync(self.model):
-                yield
-        else:
-            yield
+        return no_sync(self.model) if isinstance(self.model, _Steps) else nullcontext()
 
     def teardown(self) -> None:
         """Unwrap the LightningModule."""

@@ -15,10 +15,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_compile.errors import ReplicationError
-from ddp_compile.features.algorithm_switch import REPLICATE_ANEW, register_comm_hook, set_comm_algorithm
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.features.uneven_inputs import JoinOne
-from ddp_compile.module.replicate_state import ReplicateState
+from ddp_compile.module.replicate_state import REPLICATE_ANEW, ReplicateState
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.algorithms.comm_hook import CommHook, builtin_hook
 from ddp_compile.runtime.buckets import step_watch
@@ -206,7 +205,7 @@ class ReplicatedModule(nn.Module):
         process_group = state_of(self).process_group
         if (builtin := builtin_hook(hook)) is not None:
             hook, state = builtin, process_group if state is None else state
-        register_comm_hook(state_of(self), CommHook(hook, state, process_group))
+        state_of(self).register_comm_hook(CommHook(hook, state, process_group))
 
     @property
     def comm_algorithm(self) -> CommAlgorithm:
@@ -236,7 +235,7 @@ class ReplicatedModule(nn.Module):
         """
         for name in removed:
             raise TypeError(f"set_comm_algorithm() does not take {name}=; to send gradients again, {REPLICATE_ANEW}")
-        set_comm_algorithm(state_of(self), algorithm)
+        state_of(self).set_comm_algorithm(algorithm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like the module's own; with a sharded optimizer, it also zeroes the gradients of its pieces."""

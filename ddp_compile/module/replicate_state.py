@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_compile import torch_internals
-from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
+from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, check_algorithm, refuse_gradients
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank, warning_level
-from ddp_compile.features.algorithm_switch import refuse_objection
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
@@ -28,6 +27,7 @@ from ddp_compile.graph_ops import next_reducer_id, register_receiver
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.saved_plan import SavedPlan, load_for
 from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.desync.model_order import is_agreement_point
@@ -43,6 +43,11 @@ if TYPE_CHECKING:
     from ddp_compile.report.explanation import Explanation
 
 log = logging.getLogger(__name__)
+
+#: The way from an algorithm that averages parameters to one that sends gradients.
+REPLICATE_ANEW = (
+    "replicate the model again, model = ddp_compile(model.unwrap(), algorithm=...), and make its optimizers anew"
+)
 
 
 class ReplicateState:
@@ -147,7 +152,7 @@ class ReplicateState:
             *describe_module(module, self.config, in_backward),
         ]
         verify_modules_agree(description, self.process_group, self.device)
-        refuse_objection(objection)
+        self._refuse_objection(objection)
         if saved.error:
             raise ValueError(f"{this_rank()}: {saved.error}")
         if shared:
@@ -187,6 +192,40 @@ class ReplicateState:
     def refuse_if_excluded(self, feature: Feature, said: str) -> None:
         """Refuse to switch on a feature that a present feature excludes. ``said`` is its name in the error."""
         refuse_if_excluded(feature, said, in_force(self, self.reducer.algorithm))
+
+    def _refuse_objection(self, objection: str) -> None:
+        if objection:
+            raise ReplicationError(f"{this_rank()}: {objection}")
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """See ``ReplicatedModule.register_comm_hook``."""
+        present = self.reducer.algorithm
+        if not present.gives_way_to_comm_hook:
+            self.refuse_if_excluded(Feature.COMM_HOOK, f"the {hook.name}")
+        self.reducer.agree_on_algorithm(hook)
+        step_watch.detach(present, together=True)
+        self.reducer.set_algorithm(hook)
+
+    def set_comm_algorithm(self, config: AlgorithmConfig) -> None:
+        """See ``ReplicatedModule.set_comm_algorithm``."""
+        check_algorithm(config)
+        before, algorithm = self.reducer.algorithm, build_algorithm(config, self.process_group)
+        self._refuse_objection(algorithm.objection(self.reduced))
+        refuse_gradients(algorithm, self.builder.gradients)
+        refuse_pairs(in_force(self, algorithm))
+        if algorithm.sends_gradients and not before.sends_gradients and self.process_group.size() > 1:
+            raise ReplicationError(
+                f"{this_rank()}: under the {before.name} the ranks' optimizers have reached different states, so the"
+                f" ranks would drift apart under the {algorithm.name}; {REPLICATE_ANEW}"
+            )
+        self.reducer.agree_on_algorithm(algorithm, always=True)
+        step_watch.detach(before, together=True)
+        try:
+            step_watch.attach(algorithm, self.reduced)
+        except Exception:  # raised on every rank, for example if a rank does not know its node
+            step_watch.attach(before, self.reduced)
+            raise
+        self.reducer.set_algorithm(algorithm)
 
     def compile_inside(self, module: nn.Module) -> None:
         """After a graph break has left the module's own code to Python, compile the blocks that it calls separately.
