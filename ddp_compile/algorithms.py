@@ -128,12 +128,7 @@ def check_algorithm(algorithm: object) -> None:
 
 
 def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -> CommAlgorithm:
-    """Build the algorithm of one module, and check it.
-
-    Raises:
-        TypeError: ``config.build`` returned something else, or an algorithm that is incomplete or contradicts itself.
-        ReplicationError: Another module has the algorithm already.
-    """
+    """Build the algorithm of one module, and check that it is complete, and not another module's."""
     algorithm = config.build(process_group)
     if not isinstance(algorithm, CommAlgorithm):
         raise TypeError(f"{type(config).__name__}.build() returned {algorithm!r}; it must return a CommAlgorithm")

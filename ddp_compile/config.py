@@ -76,10 +76,8 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] 
     """Raise a TypeError for arguments that ``ddp_compile`` does not take, with advice.
 
     An argument of DistributedDataParallel is accepted if its value changes nothing (``None``, ``False``, ``dim=0``), so
-    that calls written for it keep working. So is the default of an argument that is newer than this package.
-
-    Args:
-        taken: The names that are taken, for suggestions.
+    that calls written for it keep working. So is the default of an argument that is newer than this package. Names that
+    are ``taken`` are suggested.
     """
     for name, value in arguments.items():
         if name in _ARGUMENTS_REMOVED:
@@ -118,11 +116,7 @@ class ReplicateConfig:
 
     Args:
         caps_bytes: Bucket capacities in bytes in launch order. The last one holds for all further buckets.
-        parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
         delayed: Parameters that are averaged outside the reducer.
-        device_mesh: The mesh that defines the ranks, if any.
-        regions: The submodules to compile as regions; None for none.
-        bucket_plan: The file of a saved plan; None to pack to ``caps_bytes``.
     """
 
     caps_bytes: tuple[int, ...]
@@ -184,11 +178,7 @@ _LEAST_MIB_FOR_EACH_RANK = 0.125
 def caps_from_mib(
     bucket_cap_mb: float | Sequence[float] | None, first_bucket_cap_mb: float, device_type: str, world_size: int = 1
 ) -> tuple[int, ...]:
-    """Bucket capacities in bytes from the arguments of ``ddp_compile``; the last one is for all further buckets.
-
-    Raises:
-        ValueError: A capacity is not a number above zero, or the list is empty.
-    """
+    """Bucket capacities in bytes from the arguments of ``ddp_compile``; the last one is for all further buckets."""
     first_cap = cap_bytes_from_mib("first_bucket_cap_mb", first_bucket_cap_mb)
     if bucket_cap_mb is None:
         bucket_cap_mb = DEFAULT_CAP_MIB.get(device_type, DEFAULT_CAP_MIB["cuda"])
@@ -208,15 +198,7 @@ def in_mib(caps_bytes: Sequence[int]) -> str:
 
 
 def cap_bytes_from_mib(setting: str, mib: Any) -> int:
-    """A capacity or limit in bytes.
-
-    Args:
-        setting: What it is called where the user has set it.
-        mib: In MiB.
-
-    Raises:
-        ValueError: It is not a number above zero, or not finite.
-    """
+    """A capacity or limit in bytes, which ``setting`` names in errors; a ValueError unless finite and above zero."""
     if isinstance(mib, str) and mib == "auto":
         raise ValueError(f"{setting}='auto' is not a number of MiB: {_PLAN_BEFORE_TRAINING}")
     if isinstance(mib, bool) or not isinstance(mib, int | float) or not 0 < mib < float("inf"):

@@ -111,9 +111,8 @@ def watch_parameters(
     instance. The wrapper compares one parameter of each bucket. If two instances share that one, the reducer notices by
     the gradients. Parameters that are attributes of the graph cannot change, and are not compared.
 
-    Args:
-        parameter_of_input: Index of the reduced parameter at each position among them.
-        buckets: The parameters of each bucket that the graph's backward computes.
+    ``parameter_of_input`` has the index of the reduced parameter at each position among the inputs, and ``buckets`` the
+    parameters of each bucket that the graph's backward computes.
     """
     position_of = {parameter: position for position, parameter in parameter_of_input.items()}
     found = ([position_of[index] for index in param_indices if index in position_of] for param_indices in buckets)
@@ -124,8 +123,7 @@ def watch_parameters(
     def run(*arguments: Any) -> Any:
         for position, number in zip(watched, numbers, strict=True):
             if id(arguments[position]) != number:
-                receiver = _receivers.get(reducer_id)
-                if receiver is not None:
+                if (receiver := _receivers.get(reducer_id)) is not None:
                     receiver.ignore_computed_buckets(buckets)
                 break
         return compiled(*arguments)
@@ -136,16 +134,14 @@ def watch_parameters(
 def _bucket_ready(
     gradients: Sequence[Tensor], reducer_id: int, parameters: Sequence[int], held: Sequence[Tensor]
 ) -> None:
-    receiver = _receivers.get(reducer_id)
-    if receiver is not None:
+    if (receiver := _receivers.get(reducer_id)) is not None:
         receiver.mark_bucket_ready(parameters, gradients)
 
 
 def _move_bucket(
     gradients: Sequence[Tensor], strides: Sequence[int], reducer_id: int, parameters: Sequence[int]
 ) -> list[Tensor]:
-    receiver = _receivers.get(reducer_id)
-    if receiver is not None:
+    if (receiver := _receivers.get(reducer_id)) is not None:
         return list(receiver.move_bucket(parameters, gradients))
     copies = _move_bucket_fake(gradients, strides, reducer_id, parameters)
     return [copy.copy_(gradient) for copy, gradient in zip(copies, gradients, strict=True)]
@@ -164,8 +160,7 @@ def _move_bucket_fake(
 def _await_parameters(
     parameters: Sequence[Tensor], reducer_id: int, param_indices: Sequence[int], held: Sequence[Tensor]
 ) -> None:
-    receiver = _receivers.get(reducer_id)
-    if receiver is not None:
+    if (receiver := _receivers.get(reducer_id)) is not None:
         receiver.await_parameters(param_indices)
 
 

@@ -1,10 +1,20 @@
-"""Optimizers that communicate between ranks."""
+"""QAdam: an optimizer, and how it communicates: gradients at first, and momenta in eight bits a value from then on.
+
+Note [Gradients that bring the mean momentum]
+After warm-up, each rank sends the momentum that its own gradient would give, m_r = b1 m + (1 - b1) g_r; the optimizer
+needs the mean, q. ``.grad`` then becomes (q - b1 m) / (1 - b1), the one gradient from which Adam computes q. So
+``.grad`` is a gradient in all steps, and operations on gradients keep their meaning. Another backward adds to it and is
+reduced again, a GradScaler divides it by its scale, it can be clipped, and it may be zero for a parameter that no rank
+has used. A momentum in its place would be right only with one reduction in each step, and with nothing between the
+reduction and the step. This needs no memory, and the new momentum is q up to the rounding of its dtype.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,9 +22,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ddp_compile.algorithms import AlgorithmConfig, AllReduceInChain, Bucket, CollectiveChain, local_tensors
 from ddp_compile.errors import shorten_names, this_rank
+from ddp_compile.runtime.algorithms.byte_grad import ByteGradAlgorithm
 from ddp_compile.runtime.algorithms.parameter_average import refuse_interval
-from ddp_compile.runtime.algorithms.q_adam import MomentumExchange, QAdamAlgorithm
 
 __all__ = ["QAdam"]
 
@@ -40,10 +51,10 @@ class QAdam(Optimizer):
       warm-up contained. They do not move, except by decoupled weight decay: divided by ``eps`` alone, the compression's
       rounding of zeros would move them without bound.
     - ``weight_decay`` applies in all steps.
-    - ``.grad`` is a gradient in all steps: Note [Gradients that bring the mean momentum] in
-      ``runtime/algorithms/q_adam.py``. After warm-up its rounding is that of the momentum divided by 1 - b1, which
-      ``clip_grad_norm_`` includes in the norm. With a GradScaler, the larger its scale, the more of the eight bits go
-      to the gradient instead of the momentum, as with ``ByteGrad()``.
+    - ``.grad`` is a gradient in all steps: Note [Gradients that bring the mean momentum] in ``ddp_compile/optim.py``.
+      After warm-up its rounding is that of the momentum divided by 1 - b1, which ``clip_grad_norm_`` includes in the
+      norm. With a GradScaler, the larger its scale, the more of the eight bits go to the gradient instead of the
+      momentum, as with ``ByteGrad()``.
 
     It has the state of Adam, and a step needs as much memory as a step of ``torch.optim.Adam(foreach=True)``.
     ``state_dict()`` holds everything needed to resume bit for bit, on any number of ranks.
@@ -208,10 +219,6 @@ class QAdam(Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
-    def momenta_of(self, parameters: Sequence[Parameter]) -> list[Tensor | None]:
-        """The momentum of each parameter, of its shape and dtype. Read only. None before its first gradient."""
-        return [self.state[p]["exp_avg"] if self.state.get(p) else None for p in parameters]
-
     def name_of(self, group: int, number: int) -> str:
         """A parameter in an error: its name if it has one, or its place."""
         names = self.param_groups[group].get("param_names")
@@ -266,3 +273,106 @@ def _by_kind(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
     for parameter in parameters:
         kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     return kinds.values()
+
+
+class MomentumExchange(CollectiveChain):
+    """An all-reduce of gradients in warm-up, and then ByteGrad's reduction of momenta.
+
+    Launching does not change the optimizer, so a bucket may be launched twice.
+    """
+
+    traits = ByteGradAlgorithm.traits
+
+    def __init__(self, process_group: dist.ProcessGroup, optimizer: QAdam) -> None:
+        super().__init__(process_group)
+        self._optimizer = optimizer
+        self._in_warmup = AllReduceInChain(process_group)
+        self._afterward = ByteGradAlgorithm(process_group)
+        self._group_numbers: dict[Parameter, int] = {}
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Includes the phase, so that ranks detect mismatches."""
+        what = "gradients, in warm-up" if self._optimizer.in_warmup else "momenta"
+        return f"QAdam exchange of {what} (warmup_steps={self._optimizer.warmup_steps})"
+
+    @property
+    def num_collectives(self) -> int:  # type: ignore[override]
+        """Changes only in an optimizer's step, so between two iterations."""
+        return (self._in_warmup if self._optimizer.in_warmup else self._afterward).num_collectives
+
+    def objection(self, parameters: Mapping[str, Parameter]) -> str:
+        """Every parameter must be one of the optimizer's, which may also have frozen ones."""
+        groups = self._optimizer.param_groups
+        owned = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
+        if missing := [name for name, parameter in parameters.items() if parameter not in owned]:
+            return (
+                "QAdam exchanges the momentum of its own parameters, but these of the model are not among"
+                f" them: {shorten_names(missing)}. Make one QAdam of all parameters of each model, or name them in"
+                " parameters_to_ignore"
+            )
+        reduced = set(parameters.values())
+        if others := [self._optimizer.name_of(*at) for p, at in owned.items() if p.requires_grad and p not in reduced]:
+            return (
+                f"QAdam has parameters that the model does not reduce: {'; '.join(others[:8])}. Their momentum would"
+                " differ between the ranks: give them to an optimizer of their own"
+            )
+        return ""
+
+    def attach(self, parameters: Mapping[str, Parameter]) -> None:
+        """Make a process group of its own, which warm-up uses too, and exchange for the optimizer."""
+        self.take_own_group(parameters)
+        self._in_warmup.process_group = self._afterward.process_group = self.process_group
+        groups = self._optimizer.param_groups
+        self._group_numbers = {p: number for number, group in enumerate(groups) for p in group["params"]}
+        self._optimizer.exchange = weakref.ref(self)
+
+    def detach(self, together: bool) -> None:
+        """No longer exchange for the optimizer."""
+        if self._optimizer.exchange is not None and self._optimizer.exchange() is self:
+            self._optimizer.exchange = None
+
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        if self._optimizer.in_warmup:
+            yield from self._in_warmup.reduce(bucket)
+            return
+        share = 1.0 / self.process_group.size()  # gradients arrive divided by the number of ranks as well
+        for beta1, part in self._parts(bucket).items():
+            torch._foreach_mul_(part.places, 1 - beta1)
+            if part.momenta:
+                torch._foreach_add_(part.places_of_momenta, part.momenta, alpha=beta1 * share)
+        yield from self._afterward.reduce(bucket)
+        for beta1, part in self._parts(bucket).items():
+            if part.momenta:
+                torch._foreach_sub_(part.places_of_momenta, part.momenta, alpha=beta1)
+            torch._foreach_div_(part.places, 1 - beta1)
+
+    def _parts(self, bucket: Bucket) -> dict[float, _Part]:
+        """The parts of the bucket, by the decay of their momentum."""
+        parts: dict[float, _Part] = {}
+        for parameter, place in zip(bucket.parameters, bucket.places, strict=True):
+            group = self._optimizer.param_groups[self._group_numbers[parameter]]
+            part = parts.setdefault(group["betas"][0], _Part([], [], []))
+            part.places.append(place)
+            if state := self._optimizer.state.get(parameter):  # before the first gradient the momentum is zero
+                part.places_of_momenta.append(place)
+                part.momenta.extend(local_tensors([state["exp_avg"]]))
+        return parts
+
+
+class _Part(NamedTuple):
+    """The parameters of a bucket whose momenta decay at the same rate."""
+
+    places: list[Tensor]  #: views of the flat buffer
+    places_of_momenta: list[Tensor]  #: those of parameters that have a momentum
+    momenta: list[Tensor]  #: in the optimizer's own memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QAdamAlgorithm(AlgorithmConfig):
+    """The algorithm of an optimizer; see `QAdam.algorithm`."""
+
+    optimizer: QAdam
+
+    def build(self, process_group: dist.ProcessGroup) -> MomentumExchange:
+        return MomentumExchange(process_group, self.optimizer)

@@ -23,7 +23,6 @@ from ddp_compile.errors import (
     this_rank,
     with_article,
 )
-from ddp_compile.features.algorithm_switch import set_comm_algorithm
 from ddp_compile.features.compatibility import Feature
 from ddp_compile.module.mixin import ReplicatedModule, state_of
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
@@ -168,7 +167,7 @@ def shard_optimizer(
         overlap,
         lambda: _objection_to_moving(alive()),
     )
-    set_comm_algorithm(state, _Sharded(parameters), None)
+    state.set_comm_algorithm(_Sharded(parameters))
     return optimizer
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import pickle
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -23,6 +22,7 @@ from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import RankStep, Step, Transfer, union_length
 from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.host_clock import exchange_bytes, measure_offsets
 from ddp_compile.runtime.comm.process_groups import host_group
 from ddp_compile.runtime.comm.step_records import NO_RECORDS, RawStep, StepRecords
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 #: How many steps a measurement without an end keeps.
 MOST_KEPT = 100
-
-Result = TypeVar("Result")
+_RECORDS = "exchange of records of model.measure()"
 
 
 class Measurement:
@@ -63,7 +62,8 @@ class Measurement:
         self._report: StepReport | None = None
         self._is_over = False
         self._hosts: Any = host_group(group, device, own=False)
-        self._offsets = _among_ranks(measure_offsets, *self._hosts)
+        with Exchange(_RECORDS):
+            self._offsets = measure_offsets(*self._hosts)
         self._records = StepRecords(
             device,
             reducer.iteration_number,
@@ -129,7 +129,7 @@ class Measurement:
     def last_step(self) -> Step | None:
         """The last complete step, of this rank alone; None before there is one."""
         steps = self._records.steps
-        return _step([_OfRank(self._ranks[self._rank_in_group], 0, steps[-1])]) if steps else None
+        return _step({self._ranks[self._rank_in_group]: (0, steps[-1])}) if steps else None
 
     def exchange(self) -> None:
         """Exchange the records with all ranks, which are here too, and make the report.
@@ -142,11 +142,12 @@ class Measurement:
         assert replica is not None
         self.abandon()
         message = zlib.compress(pickle.dumps((replica.monitor.model, raw)))
-        received = [pickle.loads(zlib.decompress(each)) for each in _among_ranks(exchange_bytes, message, *hosts)]
-        models = [model for model, _ in received]
-        if len(set(models)) > 1:
-            raise error_messages.measured_models_differ(dict(zip(self._ranks, models, strict=True)))
-        later = _among_ranks(measure_offsets, *hosts)
+        with Exchange(_RECORDS):
+            received = [pickle.loads(zlib.decompress(each)) for each in exchange_bytes(message, *hosts)]
+            models = [model for model, _ in received]
+            if len(set(models)) > 1:
+                raise error_messages.measured_models_differ(dict(zip(self._ranks, models, strict=True)))
+            later = measure_offsets(*hosts)
         offsets = [before.and_later(after) for before, after in zip(self._offsets, later, strict=True)]
         everyone = [{step.number: step for step in steps} for _, steps in received]
         numbers = set.intersection(*(set(steps) for steps in everyone))  # a rank may have dropped a step
@@ -159,7 +160,7 @@ class Measurement:
             algorithm=replica.reducer.algorithm.name,
             plan=plan,
             steps=tuple(
-                _step([_OfRank(rank, offset.ns, steps[number]) for rank, offset, steps in by_rank])
+                _step({rank: (offset.ns, steps[number]) for rank, offset, steps in by_rank})
                 for number in sorted(numbers)
             ),
             clock_error_s=sum(sorted(offset.error_ns for offset in offsets)[-2:]) / 1e9,
@@ -170,9 +171,7 @@ class Measurement:
     def __enter__(self) -> Measurement:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.stop()
         else:
@@ -210,28 +209,14 @@ def _refuse_between(replica: ReplicateState, call: str) -> None:
         )
 
 
-def _among_ranks(exchange: Callable[..., Result], *args: Any) -> Result:
-    try:
-        return exchange(*args)
-    except RuntimeError as error:
-        raise error_messages.exchange_failed("exchange of records of model.measure()", error) from error
-
-
 # From raw records to those of the report.
 
 
-class _OfRank(NamedTuple):
-    """A step as one rank recorded it."""
-
-    rank: int
-    offset_ns: int  #: what to add to its clock to get rank 0's
-    step: RawStep
-
-
-def _step(raw: Sequence[_OfRank]) -> Step:
-    origin_ns = min(each.step.began + each.offset_ns for each in raw)
-    ranks = [_rank_step(rank, step, origin_ns - offset_ns) for rank, offset_ns, step in raw]
-    return Step(number=raw[0].step.number, ranks=tuple(ranks))
+def _step(raw: Mapping[int, tuple[int, RawStep]]) -> Step:
+    """From what each rank has recorded, and what to add to its clock to get rank 0's, in ns."""
+    origin_ns = min(step.began + offset_ns for offset_ns, step in raw.values())
+    ranks = [_rank_step(rank, step, origin_ns - offset_ns) for rank, (offset_ns, step) in raw.items()]
+    return Step(number=min(step.number for _, step in raw.values()), ranks=tuple(ranks))
 
 
 def _rank_step(rank: int, step: RawStep, origin_ns: int) -> RankStep:

@@ -101,13 +101,10 @@ def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Mo
 
 
 def region_of_parameters(names: Sequence[str], regions: Mapping[str, nn.Module]) -> dict[int, int]:
-    """For each parameter that is in a region, the ordinal of that region.
+    """For the index of each parameter that is in a region, the ordinal of that region.
 
     If several regions, or a region and the rest, share a parameter, its first name counts, which the backward reaches
     last.
-
-    Args:
-        names: Names of the parameters by their indices.
     """
     ordinals = {f"{name}.": ordinal for ordinal, name in enumerate(regions)}
     found = {}
@@ -121,23 +118,14 @@ def region_of_parameters(names: Sequence[str], regions: Mapping[str, nn.Module])
 
 
 class CompiledRegions:
-    """The regions of one module. Each calls the code compiled for its class.
+    """The regions of one module, whose state is not kept alive. Each calls the code compiled for its class."""
 
-    Args:
-        state: Knows in which forward they are called; not kept alive.
-    """
-
-    def __init__(
-        self,
-        regions: Mapping[str, nn.Module],
-        state: ReplicateState,
-        settings: CompileSettings,
-    ) -> None:
+    def __init__(self, regions: Mapping[str, nn.Module], state: ReplicateState) -> None:
         self._regions: dict[str, nn.Module] = {}
         self._alone: list[nn.Module] = []
         self._backends: dict[type[nn.Module], tuple[RegionBackend, EvaluationBackend]] = {}
         self._state = weakref.ref(state)
-        self._settings = settings
+        self._settings = state.compile_settings
         self.compile(regions)
 
     def __len__(self) -> int:

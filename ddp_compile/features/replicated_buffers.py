@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
+from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import RanksDifferError, ReductionError, number_of, this_rank
 from ddp_compile.runtime.comm.collectives import broadcast_all, first_difference
 from ddp_compile.runtime.comm.exchange import Exchange
@@ -31,35 +32,24 @@ class _Hook(NamedTuple):
 
 
 class ReplicatedBuffers:
-    """Keeps the buffers of one module equal on all ranks.
-
-    Args:
-        ignored: Fully qualified names of buffers that stay local.
-        is_on: False if buffers are left alone before forwards.
-        monitor: Is told of ranks that did not come.
-    """
+    """Keeps the buffers of one module equal on all ranks, and tells its monitor of ranks that did not come."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        ignored: Collection[str],
-        is_on: bool,
-        process_group: dist.ProcessGroup,
-        monitor: DesyncMonitor,
+        self, module: nn.Module, config: ReplicateConfig, process_group: dist.ProcessGroup, monitor: DesyncMonitor
     ) -> None:
         # Modules and names, with fully qualified names, instead of tensors, which a module may replace.
         self._places = [
-            (owner, {name: fqn for name, fqn in names.items() if fqn not in ignored})
+            (owner, {name: fqn for name, fqn in names.items() if fqn not in config.parameters_to_ignore})
             for prefix, owner in module.named_modules()
             if (names := {name: f"{prefix}.{name}".lstrip(".") for name, _ in owner._buffers.items()})
         ]
-        self._is_on = is_on
+        self._is_on = config.broadcast_buffers
         self._process_group = process_group
         self._monitor = monitor
         self._hook: _Hook | None = None
         # torch's own layers keep the shapes of their buffers.
         owners = [type(owner) for owner, fqns in self._places if fqns]
-        self._may_change = is_on and any(not cls.__module__.startswith("torch.nn.") for cls in owners)
+        self._may_change = self._is_on and any(not cls.__module__.startswith("torch.nn.") for cls in owners)
         self._device = next((b.device for b in self.tensors().values()), next(module.parameters()).device)
         self._message = IterationMessage(process_group, self._device, self._may_change, monitor.model_number, own=True)
         self._described: tuple[Any, bytes] = None, b""  # dtypes and shapes, and a digest of their description
@@ -87,13 +77,8 @@ class ReplicatedBuffers:
     def before_forward(self, kind: str, source: int) -> list[torch.futures.Future[Any]]:
         """Make buffers equal before a forward whose backward is to be reduced; returns futures for its end to wait for.
 
-        Args:
-            kind: The kind of forward, for the statuses of the ranks.
-            source: The rank in the group whose buffers are broadcast.
-
-        Raises:
-            RanksDifferError: On every rank, if the shapes or dtypes of a buffer differ.
-            ReductionError: Another rank did not come.
+        Those of ``source``, a rank in the group, are broadcast. ``kind`` is that of the forward, for the statuses of
+        the ranks.
         """
         buffers, hook = self.synchronized(), self._hook
         if (hook is not None and hook.is_after_forward) or not (buffers or (self._may_change and hook is None)):

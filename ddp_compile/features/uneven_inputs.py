@@ -55,14 +55,8 @@ class UnevenInputs(JoinHook):
     def forward_begins(self, module: nn.Module, synchronizes: bool) -> int:
         """Before a forward with gradients on this rank: inside ``Join``, notify the ranks that have no input left.
 
-        Args:
-            synchronizes: Whether the backward is to be reduced.
-
-        Returns:
-            The rank in the group to broadcast buffers from; 0 outside ``Join``.
-
-        Raises:
-            RuntimeError: ``throw_on_early_termination`` is set, and a rank has no input left.
+        Returns the rank in the group to broadcast buffers from; 0 outside ``Join``. ``Join`` raises a RuntimeError if
+        ``throw_on_early_termination`` is set, and a rank has no input left.
         """
         if not self.config.enable:
             return 0

@@ -20,18 +20,16 @@ def warm_up(
     state: ReplicateState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
 ) -> None:
     """See ``ReplicatedModule.warm_up``."""
-    before, state.requires_sync = state.requires_sync, False
     try:
         if not torch.is_grad_enabled():
             raise ReplicationError(f"{this_rank()}: model.warm_up() was called under no_grad; call it with gradients")
-        with state.reducer.leaving_no_trace("model.warm_up()"), _restored(state, module):
+        in_no_sync = state.setting("requires_sync", False)
+        with in_no_sync, state.reducer.leaving_no_trace("model.warm_up()"), _restored(state, module):
             trained = [parameter for parameter in state.reduced.values() if parameter.requires_grad]
             _compile(module(*args, **kwargs), trained)
     except Exception as error:
         state.monitor.warm_up_raised(error)
         raise
-    finally:
-        state.requires_sync = before
     state.monitor.agree_on_warm_up(timeout_s)
 
 

@@ -34,8 +34,7 @@ OLDEST = "1.0.0"
 
 UsedT = TypeVar("UsedT")
 
-_ARGUMENTS = "_ddp_compile_arguments"
-_LOGS = "_ddp_compile_logs_communication"
+_USED_WITH = "_ddp_compile_use"  # attribute of an accelerator: the arguments of `ddp_compile`, and log_communication
 _CREATES = "create_accelerator_and_postprocess"  # Trainer's method that makes its accelerators
 
 
@@ -94,8 +93,7 @@ def use(accelerator: UsedT, *, log_communication: bool = False, gather_counts: b
 def _use_accelerator(accelerator: accelerate.Accelerator, arguments: dict[str, Any], log_communication: bool) -> None:
     if reason := _objection(accelerator):
         raise ReplicationError(f"{this_rank()}: {reason}")
-    accelerator.__dict__[_ARGUMENTS] = arguments
-    accelerator.__dict__[_LOGS] = log_communication
+    accelerator.__dict__[_USED_WITH] = arguments, log_communication
     original: Any = type(accelerator)
     accelerator.__class__ = _replicating_class(original)
 
@@ -184,12 +182,12 @@ class _ReplicatesModels:
         is_done = isinstance(model, ReplicatedModule)
         if evaluation_mode or is_done or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        handler = accelerator.ddp_handler
-        ddp_compile(model, **_with_handler(accelerator.__dict__[_ARGUMENTS], handler))
+        (arguments, logs), handler = accelerator.__dict__[_USED_WITH], accelerator.ddp_handler
+        ddp_compile(model, **_with_handler(arguments, handler))
         _refuse_states_of_ranks(model)
         if handler is not None:
             handler.register_comm_hook(model)
-        if accelerator.__dict__[_LOGS]:
+        if logs:
             assert is_replicated(model)
             model.measure(steps=None)
         return model
@@ -197,7 +195,7 @@ class _ReplicatesModels:
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Like Accelerate's, with the last step's communication if `use` was told to log it."""
         accelerator: Any = self
-        added = _scalars(accelerator) if accelerator.__dict__[_LOGS] else {}
+        added = _scalars(accelerator) if accelerator.__dict__[_USED_WITH][1] else {}
         super().log({**values, **added}, step, log_kwargs or {})  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ddp_compile.features.compatibility import Feature
 from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module.mixin import state_of
 from ddp_compile.module.module_checks import names_to_ignore
+from ddp_compile.validation.torch_version import release_of
 
 #: The oldest Lightning that was tested.
 OLDEST = "2.5"
@@ -74,7 +75,7 @@ class DDPCompileStrategy(DDPStrategy):
     model: nn.Module | None  # the LightningModule; from `configure_ddp` on, its `_Steps`
 
     def __init__(self, **settings: Any) -> None:
-        if _release(lightning.__version__) < _release(OLDEST):
+        if release_of(lightning.__version__) < release_of(OLDEST):
             raise ReplicationError(
                 f"DDPCompileStrategy needs Lightning {OLDEST} or newer, but this is {lightning.__version__}; run pip"
                 f" install 'lightning>={OLDEST}'"
@@ -85,11 +86,7 @@ class DDPCompileStrategy(DDPStrategy):
         refuse_unknown_arguments({n: value for n, value in self._ddp_kwargs.items() if n not in taken}, taken)
 
     def configure_ddp(self) -> None:
-        """Replicate the LightningModule.
-
-        Raises:
-            ReplicationError: It cannot be replicated, or is already replicated or compiled.
-        """
+        """Replicate the LightningModule; raises a ReplicationError if that cannot be done, or has been done."""
         module = self.model
         if not isinstance(module, LightningModule):
             raise ReplicationError(
@@ -99,9 +96,8 @@ class DDPCompileStrategy(DDPStrategy):
             )
         self._refuse(module)
         settings = dict(self._ddp_kwargs)
-        if not isinstance(settings.get("parameters_to_ignore", ()), str):
-            ignored = names_to_ignore(module, settings.get("parameters_to_ignore", ()))
-            settings["parameters_to_ignore"] = [f"module.{name}" for name in ignored]
+        ignored = names_to_ignore(module, settings.get("parameters_to_ignore", ()))
+        settings["parameters_to_ignore"] = [f"module.{name}" for name in ignored]
         model = ddp_compile(_Steps(module), **settings)
         assert is_replicated(model)
         if (hook := self._ddp_comm_hook) is not None:
@@ -166,14 +162,9 @@ class DDPCompileStrategy(DDPStrategy):
         if isinstance(self.model, _Steps) and not self.lightning_module.automatic_optimization:
             state_of(self.model).prepare_for_backward_of(self.model, closure_loss)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally in all micro-batches of a step except the last."""
-        if isinstance(self.model, _Steps):
-            with no_sync(self.model):
-                yield
-        else:
-            yield
+        return no_sync(self.model) if isinstance(self.model, _Steps) else nullcontext()
 
     def teardown(self) -> None:
         """Unwrap the LightningModule."""
@@ -199,11 +190,7 @@ class LogCommunication(Callback):
         self._logged = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to record.
-
-        Raises:
-            ReplicationError: The strategy is another one.
-        """
+        """Begin to record; raises a ReplicationError if the strategy is another one."""
         model = trainer.strategy.model
         if not is_replicated(model):
             raise ReplicationError(
@@ -263,7 +250,3 @@ class _Untraced:
 
     def __reduce__(self) -> Any:
         return getattr, (self._owner, self._name)  # on the copy, which does not have this attribute yet
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])

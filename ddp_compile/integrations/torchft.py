@@ -123,8 +123,7 @@ class _Comparison:
     def succeeds(self) -> bool:
         """Wait; False if the manager has an error, after which ``should_commit`` refuses the step.
 
-        Raises:
-            ReductionError: The values differ.
+        Raises a ReductionError if the values differ.
         """
         self._work.wait()
         if self._manager.errored() is not None:

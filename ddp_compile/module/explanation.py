@@ -184,8 +184,7 @@ def _argument(name: str, value: Any) -> str:
 def without_overlap(state: ReplicateState, plan: BucketPlan, was_compiled: bool) -> str | None:
     """A warning after the plan has been sealed: why no bucket is launched early, or not as many as could be.
 
-    Args:
-        was_compiled: Whether a forward with gradients ran compiled code.
+    ``was_compiled`` tells whether a forward with gradients ran compiled code.
     """
     # A reentrant checkpoint calls blocks without gradients first.
     blocks_have_graphs = state.regions.num_graphs and (state.regions.num_training_graphs or not state.backend.reports)

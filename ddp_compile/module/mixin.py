@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_compile.errors import ReplicationError
-from ddp_compile.features.algorithm_switch import register_comm_hook, set_comm_algorithm
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.features.uneven_inputs import JoinOne
-from ddp_compile.module.replicate_state import ReplicateState
+from ddp_compile.module.replicate_state import REPLICATE_ANEW, ReplicateState
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.algorithms.comm_hook import CommHook, builtin_hook
 from ddp_compile.runtime.buckets import step_watch
@@ -48,15 +47,9 @@ class ReplicatedModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of(self).call(self, args, kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """See `ddp_compile.no_sync`."""
-        state = state_of(self)
-        before, state.requires_sync = state.requires_sync, False
-        try:
-            yield
-        finally:
-            state.requires_sync = before
+        return state_of(self).setting("requires_sync", False)
 
     def warm_up(self, *args: Any, timeout_s: float = 3600.0, **kwargs: Any) -> None:
         """Compile forward and backward now, on every rank by itself, and return when all ranks have.
@@ -116,8 +109,7 @@ class ReplicatedModule(nn.Module):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook that ``torch.distributed.algorithms.Join`` calls on a rank that has no input left.
 
-        Args:
-            kwargs: ``divide_by_initial_world_size``, as in `join`; arguments of other Joinables are ignored.
+        It takes ``divide_by_initial_world_size``, as `join`; arguments of other Joinables are ignored.
         """
         state = state_of(self)
         present = in_force(state, state.reducer.algorithm)
@@ -213,7 +205,7 @@ class ReplicatedModule(nn.Module):
         process_group = state_of(self).process_group
         if (builtin := builtin_hook(hook)) is not None:
             hook, state = builtin, process_group if state is None else state
-        register_comm_hook(state_of(self), CommHook(hook, state, process_group))
+        state_of(self).register_comm_hook(CommHook(hook, state, process_group))
 
     @property
     def comm_algorithm(self) -> CommAlgorithm:
@@ -223,29 +215,27 @@ class ReplicatedModule(nn.Module):
         """
         return state_of(self).reducer.algorithm
 
-    def set_comm_algorithm(
-        self, algorithm: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None = None
-    ) -> None:
+    def set_comm_algorithm(self, algorithm: AlgorithmConfig, **removed: Never) -> None:
         """Use another algorithm from the next forward on. Call this on every rank between the same two steps.
 
         If parameters may differ between the ranks, they become the mean over the ranks first. The state of the previous
         algorithm is lost.
 
         Args:
-            algorithm: As for ``ddp_compile``.
-            optimizers: All optimizers of the module. Needed if the ranks differ under the previous algorithm and the
-                new one averages gradients. Their states become the mean too, since otherwise equal gradients would lead
-                to different steps.
+            algorithm: As for ``ddp_compile``. After one that averages parameters it cannot be one that averages
+                gradients, since the states of the ranks' optimizers differ.
+            **removed: Refused. For ``optimizers``, which has gone, the error says what to do.
 
         Raises:
-            TypeError: Not an `AlgorithmConfig`.
+            TypeError: Not an `AlgorithmConfig`, or an unknown argument.
             ValueError: A setting that does not fit the ranks.
-            RuntimeError: A backward has not been completed, the algorithm does not take the module's gradients or
-                excludes another feature, or ``optimizers`` is missing.
-            RanksDifferError: After the first backward, another rank sets another algorithm, or none in time; or the
-                states of the optimizers do not have the same parts on all ranks.
+            RuntimeError: A backward has not been completed, or the algorithm does not take the module's gradients,
+                excludes another feature, or cannot follow the previous one.
+            RanksDifferError: After the first backward, another rank sets another algorithm, or none in time.
         """
-        set_comm_algorithm(state_of(self), algorithm, optimizers)
+        for name in removed:
+            raise TypeError(f"set_comm_algorithm() does not take {name}=; to send gradients again, {REPLICATE_ANEW}")
+        state_of(self).set_comm_algorithm(algorithm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like the module's own; with a sharded optimizer, it also zeroes the gradients of its pieces."""
@@ -365,33 +355,17 @@ class ReplicatedModule(nn.Module):
     ) -> None:
         """Replace the broadcast of buffers by ``hook(state, buffers)``, as with DistributedDataParallel.
 
-        It is called for each forward whose backward is to be reduced, with a mapping from name to buffer. If it returns
-        a list of futures, the end of that backward waits for them. Register the same hook on every rank.
-
-        Args:
-            state: Passed to the hook.
-            hook: Any function of both.
-            comm_hook_location: ``PRE_FORWARD`` to call it before the forward, ``POST_FORWARD`` to call it after; a
-                member of DistributedDataParallel's enumeration, or its name.
-
-        Raises:
-            TypeError: The hook is not callable.
-            ValueError: There is no such location.
+        It is called before or after each forward whose backward is to be reduced, with a mapping from name to buffer:
+        ``PRE_FORWARD`` or ``POST_FORWARD``, a member of DistributedDataParallel's enumeration, or its name. If it
+        returns a list of futures, the end of that backward waits for them. Register the same hook on every rank.
         """
         state_of(self).buffers.register_hook(state, hook, comm_hook_location)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Step inside ``backward()``, as with DistributedDataParallel; gradients are kept.
 
-        Args:
-            optim: Class of an optimizer that has a functional form in torch: SGD, Adam, AdamW and others.
-            args: Its arguments without the parameters.
-            optim_params: The parameters to step; None for all that are reduced.
-            kwargs: Its keyword arguments.
-
-        Raises:
-            ValueError: torch has no functional form of it, or the module does not reduce one of the parameters.
-            ReplicationError: The module has a sharded optimizer.
+        ``optim`` is the class of an optimizer that has a functional form in torch: SGD, Adam, AdamW and others. It gets
+        the other arguments, and ``optim_params``, or all parameters that are reduced.
         """
         state_of(self).refuse_if_excluded(Feature.STEPS_IN_BACKWARD, "_register_fused_optim")
         state_of(self).optimizers.register(optim, optim_params, args, kwargs)

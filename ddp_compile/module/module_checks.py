@@ -42,10 +42,6 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
 
     Autograd has a thread for each accelerator, and one for the CPU. The reducer counts gradients without a lock, so all
     of them must arrive on one thread, which means from one device.
-
-    Raises:
-        ReplicationError: Names the device and the first tensor on it that would be sent, or a DTensor that is sharded
-            over the ranks to average over.
     """
     _refuse_sharded_over_replicas(module, config.parameters_to_ignore, process_group)
     reduced: dict[torch.device, str] = {}
@@ -141,12 +137,7 @@ def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bo
 
 
 def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """The ranks to average over.
-
-    Raises:
-        ReplicationError: The mesh has more than one dimension, this rank is not in the group, or no process group has
-            been initialized.
-    """
+    """The ranks to average over; raises a ReplicationError if they cannot be told."""
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh):
             raise ReplicationError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_compile import torch_internals
-from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
+from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, check_algorithm, refuse_gradients
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank, warning_level
-from ddp_compile.features.algorithm_switch import refuse_objection
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
@@ -28,6 +27,7 @@ from ddp_compile.graph_ops import next_reducer_id, register_receiver
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.saved_plan import SavedPlan, load_for
 from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets import step_watch
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
@@ -44,6 +44,11 @@ if TYPE_CHECKING:
     from ddp_compile.report.explanation import Explanation
 
 log = logging.getLogger(__name__)
+
+#: The way from an algorithm that averages parameters to one that sends gradients.
+REPLICATE_ANEW = (
+    "replicate the model again, model = ddp_compile(model.unwrap(), algorithm=...), and make its optimizers anew"
+)
 
 
 class ReplicateState:
@@ -66,14 +71,14 @@ class ReplicateState:
         self.requires_sync = True
         self.normalizes = False  # whether `normalize_by` has ever been called
         self.measurement: Measurement | None = None  # the last one
-        # Whether ``generate`` or a forward with gradients is under way; see `naming_parameters` and
-        # `await_before_python`.
-        self._is_generating = self._is_training = self._names_parameters = self._has_waited = False
+        self.is_generating = False  # in the module's method ``generate``, whose forwards get longer and longer
+        # Whether a forward with gradients is under way; see `naming_parameters` and `await_before_python`.
+        self._is_training = self._names_parameters = self._has_waited = False
         self._was_compiled = self._ran_uncompiled = False  # any forward with gradients; the last one
         # The second counter includes forwards that `prepare_for_backward_of` announces.
         self._num_forwards = self._num_with_gradients = 0
         # A DistributedDataParallel that has called the module but reduces none of its parameters.
-        self._ddp_beside: Callable[[], nn.Module | None] = _nothing
+        self._ddp_beside: Callable[[], nn.Module | None] = lambda: None
         self._select_parameters(module)
         in_backward = not regions and launches_in_backward(config.split, compile_settings.inner, process_group)
         with replicating(process_group, self.model):
@@ -82,9 +87,7 @@ class ReplicateState:
             saved = load_for(config.bucket_plan, gradients)
             self._agree(module, algorithm, in_backward, regions, saved)
             self.monitor = DesyncMonitor(process_group, self.device, self.model, config.check_replicas)
-            self.buffers = ReplicatedBuffers(
-                module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
-            )
+            self.buffers = ReplicatedBuffers(module, config, process_group, self.monitor)
             self.optimizers = OptimizersInBackward(self.reduced)
             self.uneven_inputs = UnevenInputs(self)
             refuse_gradients(algorithm, gradients)
@@ -112,7 +115,7 @@ class ReplicateState:
         self.delayed = DelayedAllReduce(config, process_group, self.reducer.normalizer)
         register_receiver(self.backend.reducer_id, self.reducer)
         self.parameters.register()
-        self.regions = CompiledRegions(regions, self, compile_settings)
+        self.regions = CompiledRegions(regions, self)
 
     def _select_parameters(self, module: nn.Module) -> None:
         ignored = self.config.parameters_to_ignore
@@ -148,7 +151,7 @@ class ReplicateState:
             *describe_module(module, self.config, in_backward),
         ]
         verify_modules_agree(description, self.process_group, self.device)
-        refuse_objection(objection)
+        self._refuse_objection(objection)
         if saved.error:
             raise ValueError(f"{this_rank()}: {saved.error}")
         if shared:
@@ -190,6 +193,40 @@ class ReplicateState:
     def refuse_if_excluded(self, feature: Feature, said: str) -> None:
         """Refuse to switch on a feature that a present feature excludes. ``said`` is its name in the error."""
         refuse_if_excluded(feature, said, in_force(self, self.reducer.algorithm))
+
+    def _refuse_objection(self, objection: str) -> None:
+        if objection:
+            raise ReplicationError(f"{this_rank()}: {objection}")
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """See ``ReplicatedModule.register_comm_hook``."""
+        present = self.reducer.algorithm
+        if not present.gives_way_to_comm_hook:
+            self.refuse_if_excluded(Feature.COMM_HOOK, f"the {hook.name}")
+        self.reducer.agree_on_algorithm(hook)
+        step_watch.detach(present, together=True)
+        self.reducer.set_algorithm(hook)
+
+    def set_comm_algorithm(self, config: AlgorithmConfig) -> None:
+        """See ``ReplicatedModule.set_comm_algorithm``."""
+        check_algorithm(config)
+        before, algorithm = self.reducer.algorithm, build_algorithm(config, self.process_group)
+        self._refuse_objection(algorithm.objection(self.reduced))
+        refuse_gradients(algorithm, self.builder.gradients)
+        refuse_pairs(in_force(self, algorithm))
+        if algorithm.sends_gradients and not before.sends_gradients and self.process_group.size() > 1:
+            raise ReplicationError(
+                f"{this_rank()}: under the {before.name} the ranks' optimizers have reached different states, so the"
+                f" ranks would drift apart under the {algorithm.name}; {REPLICATE_ANEW}"
+            )
+        self.reducer.agree_on_algorithm(algorithm, always=True)
+        step_watch.detach(before, together=True)
+        try:
+            step_watch.attach(algorithm, self.reduced)
+        except Exception:  # raised on every rank, for example if a rank does not know its node
+            step_watch.attach(before, self.reduced)
+            raise
+        self.reducer.set_algorithm(algorithm)
 
     def compile_inside(self, module: nn.Module) -> None:
         """After a graph break has left the module's own code to Python, compile the blocks that it calls separately.
@@ -280,13 +317,18 @@ class ReplicateState:
         self.await_parameters()
 
     @contextmanager
-    def naming_parameters(self) -> Iterator[None]:
-        """Inside, parameters are listed but their values are not read."""
-        before, self._names_parameters = self._names_parameters, True
+    def setting(self, attribute: str, value: bool) -> Iterator[None]:
+        """Inside, an attribute of this has the value; afterward the one from before."""
+        before = getattr(self, attribute)
+        setattr(self, attribute, value)
         try:
             yield
         finally:
-            self._names_parameters = before
+            setattr(self, attribute, before)
+
+    def naming_parameters(self) -> AbstractContextManager[None]:
+        """Inside, parameters are listed but their values are not read."""
+        return self.setting("_names_parameters", True)
 
     @property
     def runs_uncompiled(self) -> bool:
@@ -301,16 +343,7 @@ class ReplicateState:
         if self._is_training or torch_internals.is_inside_backward():
             return False  # in a reentrant checkpoint, which must compute the same as training
         wanted = self.config.compile_evaluation
-        return self._is_generating if wanted == "auto" else not wanted
-
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """A context for the module's method ``generate``, whose forwards get longer and longer sequences."""
-        before, self._is_generating = self._is_generating, True
-        try:
-            yield
-        finally:
-            self._is_generating = before
+        return self.is_generating if wanted == "auto" else not wanted
 
     def _call_with_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, source: int
@@ -354,7 +387,7 @@ class ReplicateState:
         if ddp is not self._ddp_beside() or is_agreement_point(self._num_forwards):
             with self.naming_parameters():
                 refuse_wrapper_around(module, self.parameters.named)
-            self._ddp_beside = _nothing if ddp is None else weakref.ref(ddp)
+            self._ddp_beside = (lambda: None) if ddp is None else weakref.ref(ddp)
 
     def _prepare_for_backward(self, module: nn.Module) -> None:
         if self._num_with_gradients == 0:
@@ -418,7 +451,3 @@ class ReplicateState:
             )
         if warning is not None:
             log.log(warning_level(self.process_group), "%s", warning)
-
-
-def _nothing() -> None:
-    return None

@@ -104,10 +104,7 @@ class OwnAttribute:
     """An attribute of a replicated class, used unless the module has or gets one of that name.
 
     A ``__getattr__`` of the replicated class would also work, but each read of a parameter or submodule would call it.
-
-    Args:
-        original: The user's class.
-        otherwise: Gives the value for a module that has no such attribute.
+    ``otherwise`` gives the value for a module that has no such attribute.
     """
 
     def __init__(self, name: str, original: Any, otherwise: Callable[[nn.Module], Any]) -> None:
@@ -170,7 +167,7 @@ def _generate_of(original: Any) -> dict[str, Any]:
 
     @functools.wraps(generate)
     def generate_by_forwards(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with state_of(self).generating():
+        with state_of(self).setting("is_generating", True):
             return generate(self, *args, **kwargs)
 
     return {"generate": generate_by_forwards}

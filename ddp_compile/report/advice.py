@@ -8,8 +8,7 @@ from statistics import median
 from typing import Literal, get_args
 
 from ddp_compile.errors import format_ranks, number_of, shorten_names
-from ddp_compile.report.steps import LEAST_SHARE, Kind, MeasuredSteps
-from ddp_compile.report.text import format_ms, shorten
+from ddp_compile.report.steps import LEAST_SHARE, Kind, MeasuredSteps, format_ms
 from ddp_compile.report.timing import Times, median_times
 
 #: Fewer steps give no advice.
@@ -66,18 +65,16 @@ def _exposed(report: MeasuredSteps, least_s: float) -> Iterator[Advice]:
         costly = [bucket for bucket, each in own.items() if each.exposed_s >= least_s]
         total_s = sum(each.exposed_s for each in own.values())
         for bucket in costly:
-            text = _gathered(bucket, own) if kind == "gather" else _reduced(report, bucket, own, least_s)
-            yield Advice(kind=kind, bucket=bucket, ranks=(), seconds=own[bucket].exposed_s, text=text)
+            exposed_s = own[bucket].exposed_s
+            text = f"the forward waits {format_ms(exposed_s)} for the gather of bucket {bucket} in the median"
+            if kind == "reduce":
+                text = _reduced(report, bucket, own, least_s)
+            yield Advice(kind=kind, bucket=bucket, ranks=(), seconds=exposed_s, text=text)
         if not costly and total_s >= least_s:
             num = sum(each.exposed_s > 0 for each in own.values())
             text = f"{number_of(num, _NOUN[kind])} {'is' if num == 1 else 'are'} exposed, each for less"
             text += f" than {format_ms(least_s)} and together for {format_ms(total_s)} in the median"
             yield Advice(kind=kind, bucket=None, ranks=(), seconds=total_s, text=text)
-
-
-def _gathered(bucket: int, times: Mapping[int, Times]) -> str:
-    waited = format_ms(times[bucket].exposed_s)
-    return f"the forward waits {waited} for the gather of bucket {bucket} in the median"
 
 
 def _reduced(report: MeasuredSteps, bucket: int, times: Mapping[int, Times], least_s: float) -> str:
@@ -128,3 +125,9 @@ def _late(report: MeasuredSteps, least_s: float) -> Iterator[Advice]:
     else:
         text = f"ranks {format_ranks(ranks)} arrive late in at least {percent} of steps, by at least {late_by}"
     yield Advice(kind="late", bucket=None, ranks=ranks, seconds=late_s, text=text)
+
+
+def shorten(name: str, longest: int = 48) -> str:
+    """A name in at most so many characters: its two ends."""
+    half = (longest - 1) // 2
+    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"

@@ -7,10 +7,9 @@ from html import escape
 from pathlib import Path
 
 from ddp_compile.errors import number_of, shorten_names
-from ddp_compile.report.advice import FEWEST_STEPS, advise, least_seconds
+from ddp_compile.report.advice import FEWEST_STEPS, advise, least_seconds, shorten
 from ddp_compile.report.spans import spans_of
-from ddp_compile.report.steps import MeasuredSteps, Step
-from ddp_compile.report.text import format_ms, shorten
+from ddp_compile.report.steps import MeasuredSteps, Step, format_ms
 from ddp_compile.report.timeline import BACKWARD, BUCKETS, EXPOSED, FORWARD, LATE, LAUNCH, render_timeline
 from ddp_compile.report.timing import median_step, median_times, median_totals
 

@@ -13,8 +13,7 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.plan.typed_json import from_document
 from ddp_compile.report.advice import Advice, advise
 from ddp_compile.report.explanation import Explanation
-from ddp_compile.report.steps import LEAST_SHARE, MeasuredSteps, Step
-from ddp_compile.report.text import format_ms
+from ddp_compile.report.steps import LEAST_SHARE, MeasuredSteps, Step, format_ms
 from ddp_compile.report.timing import median_totals, totals
 
 _MOST_ROWS = 20

@@ -24,7 +24,6 @@ from typing import Literal, NamedTuple
 
 from ddp_compile.plan.spec import BucketPlan, BucketSpec
 from ddp_compile.report.explanation import Explanation
-from ddp_compile.report.text import format_ms
 
 Kind = Literal["reduce", "gather"]
 
@@ -372,3 +371,11 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
             length += end - max(begin, until)
             until = end
     return length
+
+
+def format_ms(seconds: float | None, unit: str = " ms") -> str:
+    """Milliseconds with two digits, or all of them: ``"41 ms"``, ``"0.52 ms"``, ``"1234 ms"``; ``"unknown"``."""
+    if seconds is None:
+        return "unknown"
+    ms = 1e3 * seconds
+    return f"{ms:.0f}{unit}" if abs(ms) >= 9.95 else f"{round(ms, 2):.2g}{unit}"

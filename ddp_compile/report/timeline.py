@@ -7,8 +7,7 @@ from collections.abc import Callable
 from html import escape
 
 from ddp_compile.report.spans import Span, spans_of
-from ddp_compile.report.steps import Step
-from ddp_compile.report.text import format_ms
+from ddp_compile.report.steps import Step, format_ms
 
 # Colors that can be told apart on a light and on a dark background.
 #: Waits for transfers; no bucket has a color like it.
@@ -33,12 +32,7 @@ _TOP = 6
 
 
 def render_timeline(step: Step, least_s: float) -> str:
-    """The timeline as an ``<svg>`` element, without text that a user chose.
-
-    Args:
-        step: The step to draw.
-        least_s: Ranks that are late by less are not marked.
-    """
+    """The timeline as an ``<svg>`` element, without text that a user chose; marks ranks late by ``least_s`` or more."""
     spans = spans_of(step)
     begin = min(0.0, *(span.begin for own in spans.values() for span in own))
     end = max(span.end for own in spans.values() for span in own)

@@ -97,7 +97,4 @@ class _Writer:
     def _annotate(self, event: TrackEvent, name: str, value: int | str) -> None:
         annotation = event.debug_annotations.add()
         annotation.name = name
-        if isinstance(value, int):
-            annotation.int_value = value
-        else:
-            annotation.string_value = value
+        setattr(annotation, "int_value" if isinstance(value, int) else "string_value", value)

@@ -18,7 +18,7 @@ NEWEST_TESTED = "2.15"
 
 def is_newer_than_tested(torch_version: str) -> bool:
     """Whether a version such as "2.16.0a0+git1234" is of a later release than the tested ones; patches do not count."""
-    return _release(torch_version) > _release(NEWEST_TESTED)
+    return release_of(torch_version) > release_of(NEWEST_TESTED)
 
 
 @functools.cache
@@ -35,6 +35,7 @@ def warn_of_newer_torch(rank: int) -> None:
         )
 
 
-def _release(version: str) -> tuple[int, int]:
+def release_of(version: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)

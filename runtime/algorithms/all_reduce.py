@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ddp_compile.kernels import add_rows, flatten_scale, unflatten
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain, Hierarchical
+from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.comm.transfers import all_gather, all_reduce, all_to_all
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16)
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class AllReduce(CommAlgorithm):
@@ -52,7 +52,7 @@ class WireDtypeAllReduce(CollectiveChain):
     factor, a power of 2, is applied after the sum.
     """
 
-    traits = Traits(takes_sparse=False, takes_dtypes=_DTYPES)
+    traits = Traits(takes_sparse=False, takes_dtypes=FLOATING)
     num_collectives = 1
 
     def __init__(self, process_group: dist.ProcessGroup, wire_dtype: torch.dtype) -> None:
@@ -77,12 +77,9 @@ class SumAtOwner(CollectiveChain):
 
     Buckets arrive divided by the number of ranks. On a narrow wire, a power of 2 near that number is applied before the
     sum and taken back after it, since small quotients would vanish in float16.
-
-    Args:
-        wire_dtype: What is sent; None for the dtype of the gradients.
     """
 
-    traits = Traits(takes_sparse=False, takes_dtypes=_DTYPES)
+    traits = Traits(takes_sparse=False, takes_dtypes=FLOATING)
     num_collectives = 2
 
     def __init__(self, process_group: dist.ProcessGroup, wire_dtype: torch.dtype | None) -> None:

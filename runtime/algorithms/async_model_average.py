@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -65,7 +64,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
     def before_forward(self, synchronize: bool) -> None:
         """Keep the parameters as they are until the backward has ended; raises if averaging has failed."""
-        self._raise_failure()
+        self._raise_failure(self._averager)
         if not self._steps.is_inside_step(self.name):
             self._gate.leave("step")  # a step that raised
         self._gate.enter_once("backward")
@@ -75,7 +74,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         super().after_backward()
         self._steps.iteration_ends()
         self._gate.leave("backward")
-        self._raise_failure()
+        self._raise_failure(self._averager)
         self._start()
 
     def before_load(self) -> None:
@@ -131,10 +130,8 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self.resume()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.abort()
         else:
             self._let_go()
@@ -150,7 +147,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             return
         self._gate.writer_ends()  # between two steps
         missing = averager.stop()
-        self._raise_failure_of(averager)
+        self._raise_failure(averager)
         if missing:
             raise ReductionError(
                 f"{this_rank()}: the {self.name} cannot end, because ranks {format_ranks(missing)} have not called"
@@ -208,11 +205,9 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             " a checkpoint"
         )
 
-    def _raise_failure(self) -> None:
-        if self._averager is not None:
-            self._raise_failure_of(self._averager)
-
-    def _raise_failure_of(self, averager: AveragingThread) -> None:
+    def _raise_failure(self, averager: AveragingThread | None) -> None:
+        if averager is None:
+            return
         if averager.gone:
             who = "; ".join(f"rank {rank} {how}" for rank, how in averager.gone.items())
             raise ReductionError(

@@ -40,7 +40,8 @@ class ByteGradAlgorithm(CollectiveChain):
         sent = minmax_u8_compress(flat, size, skip_chunk=rank)
         received = torch.empty_like(sent)
         yield all_to_all(received, sent, self.process_group)
-        total = _sum_of(_chunk_of(flat, rank, size), received, rank)
+        numel = -(-flat.numel() // size)
+        total = _sum_of(flat[rank * numel :][:numel], received, rank)
         # Equally long on every rank, including the last ones, whose chunks are shorter.
         own = torch.zeros_like(sent[0])
         row = minmax_u8_compress(total)[0]
@@ -49,11 +50,6 @@ class ByteGradAlgorithm(CollectiveChain):
         rows = own.new_empty(size, len(own))
         yield all_gather(rows.view(-1), own, self.process_group)
         minmax_u8_decompress(rows, flat)
-
-
-def _chunk_of(flat: Tensor, rank: int, size: int) -> Tensor:
-    numel = -(-flat.numel() // size)
-    return flat[rank * numel : (rank + 1) * numel]
 
 
 def _sum_of(own: Tensor, received: Tensor, rank: int) -> Tensor:

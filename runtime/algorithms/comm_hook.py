@@ -38,19 +38,17 @@ HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
 
 @functools.cache
-def _hooks_of_torch_that_start() -> frozenset[object]:
+def _hooks_of_torch_that_start() -> tuple[object, ...]:
     """The hooks that start all their communication before they return."""
     # Imported here: they also import torch's optimizers for many ranks, which takes a second.
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
 
-    return frozenset(
-        {
-            debugging_hooks.noop_hook,
-            default_hooks.allreduce_hook,
-            default_hooks.bf16_compress_hook,
-            default_hooks.fp16_compress_hook,
-            post_localSGD_hook.post_localSGD_hook,
-        }
+    return (
+        debugging_hooks.noop_hook,
+        default_hooks.allreduce_hook,
+        default_hooks.bf16_compress_hook,
+        default_hooks.fp16_compress_hook,
+        post_localSGD_hook.post_localSGD_hook,
     )
 
 
@@ -77,12 +75,6 @@ _EXPECTED = "hook(state, bucket: torch.distributed.GradBucket) -> torch.futures.
 class GradBucket:
     """One bucket as a comm hook sees it: the methods of ``torch.distributed.GradBucket``, which only C++ can make.
 
-    Args:
-        index: Position in the plan, the same in every step; 0 is launched first.
-        is_last: Whether no bucket is launched after it.
-        buffer: The gradients of this rank, shape (n,), without gaps; or one sparse gradient of its parameter's shape.
-        parameters: The parameters, in the order of their gradients in ``buffer``.
-
     The reducer owns ``buffer``. A hook may write to it until its future is done, from any stream that the future is
     bound to. This is not a tuple, since torch's hooks take a tuple for the bucket that Dynamo passes.
 
@@ -96,7 +88,7 @@ class GradBucket:
         self._parameters = parameters
 
     def index(self) -> int:
-        """Position in the plan."""
+        """Position in the plan, the same in every step; 0 is launched first."""
         return self._index
 
     def is_last(self) -> bool:
@@ -104,7 +96,7 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """All gradients in one tensor of shape (n,); a sparse gradient as it is."""
+        """All gradients of this rank in one tensor of shape (n,), without gaps; a sparse gradient as it is."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -127,16 +119,7 @@ class GradBucket:
 
 
 class CommHook(CommAlgorithm):
-    """Calls a user's hook for each bucket, as DistributedDataParallel does.
-
-    Args:
-        function: ``hook(state, bucket) -> Future``; see ``ReplicatedModule.register_comm_hook``.
-        state: Passed to it with each bucket.
-
-    Raises:
-        TypeError: It is not callable, or does not take a state and a bucket.
-        ValueError: The annotation of its bucket or of its result is of another type.
-    """
+    """Calls a user's hook for each bucket, as DistributedDataParallel does: ``ReplicatedModule.register_comm_hook``."""
 
     # A hook divides, may look at the whole buffer, and is called at world size 1 too. If it may keep state, it must not
     # be called again for a bucket in the same iteration. It may also return another result on each rank.
@@ -149,7 +132,7 @@ class CommHook(CommAlgorithm):
         self._function = function
         self._state = state
         self._process_group = process_group
-        self._starts_at_once = _starts_at_once(function)
+        self._starts_at_once = any(function is hook for hook in _hooks_of_torch_that_start())
         if self._starts_at_once and self._function_name in _STATELESS:
             self.traits = replace(self.traits, replayable=True)
         self._running: Transfer | None = None
@@ -213,13 +196,6 @@ class CommHook(CommAlgorithm):
             " out of step with the others; correct the hook, or look for the error of another rank that has raised or"
             " exited, and start again from a checkpoint"
         )
-
-
-def _starts_at_once(function: Callable[..., Any]) -> bool:
-    try:
-        return function in _hooks_of_torch_that_start()
-    except TypeError:  # an object without a hash
-        return False
 
 
 def _name_of(function: object) -> str:

@@ -83,15 +83,12 @@ class DecentralizedAlgorithm(ParameterAverage):
 
     def finish_exchanges(self) -> None:
         self._send()  # another rank may have sent, in a forward without a backward
-        if self._under_way is not None:
-            wait_for(self._under_way, self.name)
-            self._under_way = None
+        wait_for(self._under_way or (), self.name)
+        self._under_way = None
 
     def _send(self) -> None:
-        if self._under_way is None and self.meets_others and self.process_group.size() > 1:
-            self._start()
-
-    def _start(self) -> None:
+        if self._under_way is not None or not self.meets_others or self.process_group.size() == 1:
+            return
         self._versions = self.parameters.versions()
         self.parameters.read(self._flats)
         groups = self.nodes

@@ -145,11 +145,10 @@ class DiLoCoAlgorithm(ParameterAverage):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume; load the module's parameters first."""
-        self.refuse_state(state)
+        super().load_state_dict(state)
         self.finish_exchanges()
         for fragment, given in zip(self._fragments, state["fragments"], strict=True):
             fragment.load_state_dict(given)
-        super().load_state_dict(state)
         # With another warmup_steps, g and m may be out of date, or the ranks' parameters may differ.
         self._begins_anew = state["begins_anew"] or state["is_in_warmup"] != self._is_in_warmup
 
@@ -180,12 +179,8 @@ def _mean_in_eight_bits(
 ) -> _Stages:
     """An all-to-all of compressed chunks, then an all-gather of the compressed sum of each chunk.
 
-    Every rank decodes the same bytes, also of its own chunk, so all ranks get the same bits.
-
-    Args:
-        deltas: This rank's.
-        errors: The quantization errors of this rank's deltas, one row for each rank's chunk; added to what is sent.
-        errors_of_sums: The same for the sums of the chunk that this rank owns.
+    Every rank decodes the same bytes, also of its own chunk, so all ranks get the same bits. Quantization errors are
+    added to what is sent: those of this rank's deltas, a row for each rank's chunk, and of the sums that it owns.
     """
     sent = []
     for delta, error in zip(deltas, errors, strict=True):
@@ -210,15 +205,7 @@ def _mean_in_eight_bits(
 
 
 class _Fragment:
-    """A part of the model that takes its outer steps at its own time.
-
-    Args:
-        parameters: Its parameters.
-        config: The settings.
-        offset: The first step after which it is sent.
-        group: The process group of the algorithm.
-        name: Of the algorithm.
-    """
+    """A part of the model that takes its outer steps at its own time; ``offset`` is the first step that sends it."""
 
     def __init__(
         self, parameters: Sequence[Parameter], config: DiLoCo, offset: int, group: dist.ProcessGroup, name: str

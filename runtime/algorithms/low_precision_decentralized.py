@@ -170,12 +170,11 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.refuse_state(state)
+        super().load_state_dict(state)
         self.finish_exchanges()
         for key, flats in self._kept().items():
             for flat, given in zip(flats, state[key], strict=True):
                 flat.copy_(given)
-        super().load_state_dict(state)
         self._num_exchanges, self._begins_anew = state["num_exchanges"], state["begins_anew"]
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ class ParameterGate:
             if self._inside[why]:
                 self._inside[why] -= 1
                 self._left_at_versions()
-            self._note_left()
+            self.note_reads()
             self._changed.notify_all()
 
     @contextmanager
@@ -87,14 +87,15 @@ class ParameterGate:
     def note_reads(self) -> None:
         """The current stream has been given work that reads the parameters. The next write waits for it."""
         with self._changed:
-            self._note_left()
+            event = streams.record(self._device)
+            self._left[event.stream] = event
 
     def writer_ends(self) -> None:
         """No step is under way: let the writer in at once, for the last time, and allow writes outside again."""
         with self._changed:
             self._has_writer, self._versions_left = False, None
             self._inside.clear()
-            self._note_left()
+            self.note_reads()
             self._changed.notify_all()
 
     def write(self, function: Callable[[], None], limit_s: float) -> bool:
@@ -117,10 +118,6 @@ class ParameterGate:
             finally:
                 self._writer_waits = False
                 self._changed.notify_all()
-
-    def _note_left(self) -> None:
-        event = streams.record(self._device)
-        self._left[event.stream] = event
 
     def _await_write(self) -> None:
         if self._written is not None:

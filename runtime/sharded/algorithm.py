@@ -21,10 +21,6 @@ from ddp_compile.runtime.sharded.transfers import ShardTransfers
 class ShardedAlgorithm(CommAlgorithm):
     """Reduces each bucket to one shard for each rank, whose optimizers step the pieces of parameters in that shard.
 
-    Args:
-        process_group: The ranks that the gradients are averaged over.
-        sharding: Of their parameters.
-
     Sources: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), its first stage; Megatron-core's distributed optimizer,
     whose gathers overlap with the next forward too.
     """

@@ -192,8 +192,7 @@ class ShardedBucket:
     def wait(self) -> None:
         """Return when the parameters are complete, or will be before what comes next on the current stream.
 
-        Raises:
-            RuntimeError: The gather failed or timed out; each time.
+        If the gather failed or timed out, each call raises that RuntimeError.
         """
         with self._lock:  # a second thread that reads waits as well
             if self._gather is not None:
@@ -210,10 +209,7 @@ class ShardedBucket:
     ) -> dict[int, Tensor]:
         """Assemble whole tensors from the values that the ranks have for their pieces; called on every rank.
 
-        Args:
-            value_of: A tensor of the piece's shape, or None for zeros.
-            dtype: Of the result.
-            device: Of the result.
+        ``value_of`` returns a tensor of the piece's shape, or None for zeros.
 
         Returns:
             For each parameter, by number, a new tensor of its shape and strides.

@@ -51,10 +51,6 @@ class Cut:
         """Whether nothing has an owner, so that all ranks keep about as much."""
         return not any(self.owned)
 
-    def numel_of(self, rank: int) -> int:
-        """Number of elements that a rank keeps."""
-        return len(self.shards[rank]) + len(self.owned[rank])
-
     def parts_of(self, rank: int, flat: Tensor) -> list[Tensor]:
         """The elements of a flat buffer that a rank keeps: views, none of them empty."""
         return [flat[kept.start : kept.stop] for kept in (self.shards[rank], self.owned[rank]) if kept]

@@ -125,11 +125,7 @@ class ShardedGradients:
         self._in_place.clear()
 
     def accumulate(self, hidden: HiddenGradient, gradient: Tensor) -> bool:
-        """If AccumulateGrad adds to a hidden gradient, set ``.grad`` as if there had been none.
-
-        Returns:
-            Whether it was AccumulateGrad.
-        """
+        """If AccumulateGrad adds to a hidden gradient, set ``.grad`` as if there had been none; else return False."""
         parameter = self._parameters[hidden.number]
         if not torch_internals.is_accumulating_into(parameter):
             return False
@@ -138,12 +134,7 @@ class ShardedGradients:
         return True
 
     def zero(self, set_to_none: bool, indices: Collection[int]) -> None:
-        """Zero the pieces' gradients, and local gradients that have not been reduced.
-
-        Args:
-            set_to_none: See ``zero_grad``.
-            indices: Numbers of the parameters whose gradients are meant.
-        """
+        """Zero the gradients of these parameters' pieces, and local ones that have not been reduced."""
         for index in indices:
             parameter, hidden = self._parameters[index], self._hidden[index]
             if index in self.pieces:
@@ -179,11 +170,7 @@ class ShardedGradients:
             self._in_place.remove(index)
 
     def before_reading(self, what: str) -> None:
-        """The user's call ``what`` is about to use the pieces' gradients: take edits, and refuse local gradients.
-
-        Raises:
-            ReplicationError: A parameter has a gradient that is not hidden.
-        """
+        """The user's call ``what`` is about to use the pieces' gradients: take edits, and refuse local gradients."""
         self.take_edits()
         for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
             if parameter.grad is not None and parameter.grad is not hidden:

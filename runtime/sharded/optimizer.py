@@ -98,11 +98,7 @@ class SteppedPieces:
         self._attributes += attributes
 
     def shard(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Step the pieces from now on; called once, at the end of the first backward.
-
-        Args:
-            buckets: All of the module, in plan order.
-        """
+        """Step the pieces of these buckets, all of the module in plan order; called once, after the first backward."""
         mine = [bucket for bucket in buckets if not self.indices.isdisjoint(bucket.param_indices)]
         self.buckets = tuple(reversed(mine))  # about the order in which a forward reads them
         self.pieces = [piece for bucket in mine for piece in bucket.pieces if piece.index in self.indices]

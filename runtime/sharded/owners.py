@@ -63,10 +63,8 @@ def choose_owners(optimizers: Sequence[Optimizer], reduced: Mapping[int, int], w
     """The owner of each parameter of some optimizers, the same on every rank.
 
     The largest first, each goes to the rank that has least to do so far (longest processing time first: Graham 1969).
-    Then no rank has more than 4/3 of what the best choice gives.
-
-    Args:
-        reduced: Numbers of the parameters that are reduced, by ``id``; the others get no owner.
+    Then no rank has more than 4/3 of what the best choice gives. ``reduced`` has the numbers of the parameters that are
+    reduced, by ``id``; the others get no owner.
     """
     costs = {
         reduced[id(parameter)]: cost_of(optimizer, group, parameter)

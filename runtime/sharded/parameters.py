@@ -42,11 +42,8 @@ class ShardedParameters(Sharding):
     them. While a joint step is incomplete, reads raise.
 
     Args:
-        parameters: All reduced parameters, by name, in registration order.
-        optimizers: Each reduced parameter is in one of them.
+        parameters: All reduced parameters, by name, in registration order, each in one of the optimizers.
         owners: Of the optimizers that step whole parameters.
-        master_weights: Step parameters of low precision in float32.
-        overlaps: Gathers may be under way when a step returns.
         objection: Returns why the parameters cannot be moved into flat buffers; empty if they can.
     """
 
@@ -197,11 +194,7 @@ class ShardedParameters(Sharding):
     # A step.
 
     def step_begins(self, optimizer: SteppedPieces) -> None:
-        """An optimizer is about to step its pieces.
-
-        Raises:
-            ReplicationError: Another step has raised, or this optimizer has stepped and others have not.
-        """
+        """An optimizer is about to step its pieces; refused if half a step has been taken."""
         streams.refuse_capture(optimizer.buckets[0].flat.device, "a step of a sharded optimizer")
         is_first = self._stepping is not None or optimizer not in self._due
         if is_first:

@@ -30,13 +30,8 @@ class ShardedStates:
     """Converts between states of whole parameters and states of this rank's pieces.
 
     If a parameter is cut, each of its states is a tensor of its shape, which is cut alike, or a number, which every
-    rank keeps. States of a parameter that one rank owns may be anything.
-
-    Args:
-        optimizer: Steps the pieces.
-        groups: The parameters of each group.
-        buckets: All that have one of these parameters.
-        transfers: Among all ranks.
+    rank keeps. States of a parameter that one rank owns may be anything. ``buckets`` are all that have one of the
+    parameters in ``groups``.
     """
 
     def __init__(
@@ -191,8 +186,7 @@ class ShardedStates:
 def _as_state_of(parameter: Parameter, other: torch.dtype, of_numbers: torch.device | None, value: Tensor) -> Tensor:
     """A copy of a state for a parameter: tensors of dtype ``other`` in the parameter's dtype, numbers as they are.
 
-    Args:
-        of_numbers: Device of numbers; None leaves them where they are.
+    Numbers come to the device ``of_numbers``; None leaves them where they are.
     """
     if not value.dim():
         return value.to(of_numbers or value.device, copy=True)

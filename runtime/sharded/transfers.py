@@ -36,11 +36,9 @@ REDUCTION_TAG = 2**15
 
 
 def _reduction(works: Sequence[dist.Work], parts: Sequence[Tensor], flat: Tensor) -> Transfer:
-    """The transfer whose result is this rank's shard, shape (n,), on memory of its own.
+    """The transfer whose result is this rank's shard, on memory of its own: the sum of the ranks' parts in their order.
 
-    Args:
-        parts: The ranks' contributions to it, in their order; one alone is the sum already.
-        flat: What is sent, kept until it has been.
+    ``flat`` is what is sent, kept until it has been.
     """
     return Transfer(works, then=partial(_add_up, parts, flat))
 
@@ -93,7 +91,7 @@ class ShardTransfers:
         if cut.is_even and not self._by_messages:
             return _reduce_scatter_by_collective(self._gradients_group, flat, cut)
         own = cut.parts_of(self.rank, flat)
-        contributions = flat.new_empty((len(self._others), cut.numel_of(self.rank)))
+        contributions = flat.new_empty((len(self._others), sum(map(len, own))))
         into = dict(zip(self._others, contributions, strict=True))
         received = {other: list(row.split([part.numel() for part in own])) for other, row in into.items()}
         sent = {other: cut.parts_of(other, flat) for other in self._others}

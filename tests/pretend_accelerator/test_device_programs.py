@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ways_to_train import NUM_STEPS, WAYS, Trained, train
 
 from ddp_compile import ddp_compile, shard_optimizer
-from ddp_compile.algorithms import GradientAllReduce, LocalSGD
+from ddp_compile.algorithms import GradientAllReduce
 
 pytestmark = needs_pinned_torch
 
@@ -99,9 +99,6 @@ def use_objects(device: torch.device) -> None:
     train_twice(model, sharded, device)
     sharded.state_dict()
     model.unwrap()
-    model, optimizer = replicate(algorithm=LocalSGD(period=3))
-    train_twice(model, optimizer, device)
-    model.set_comm_algorithm(GradientAllReduce(), optimizers=[optimizer])
 
 
 def devices_of_objects() -> tuple[set[str], int, set[str]]:
@@ -115,16 +112,15 @@ def devices_of_objects() -> tuple[set[str], int, set[str]]:
             if name == "barrier":
                 barriers.add(f"acc:{torch.accelerator.current_device_index()}")
             else:
-                tensor = args[1] if name == "all_gather" else args[0]
-                messages.append(str(tensor.device))
+                messages.append(str(args[1].device))
             return send(*args, **kwargs)
 
         return call
 
     torch.accelerator.set_device_index(0)
     with ExitStack() as stack:
-        for name in ("all_gather", "broadcast"):  # as the functions for objects call them
-            stack.enter_context(patch.object(c10d, name, recorded(name, getattr(c10d, name))))
+        # As the functions for objects call it.
+        stack.enter_context(patch.object(c10d, "all_gather", recorded("all_gather", c10d.all_gather)))
         stack.enter_context(patch.object(dist, "barrier", recorded("barrier", dist.barrier)))
         stack.enter_context(patch.dict("os.environ", {"LOCAL_RANK": str(rank)}))
         use_objects(torch.device("acc", rank))

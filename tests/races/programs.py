@@ -299,13 +299,13 @@ def asynchronous(stage: Stage) -> None:
 
 
 def switched(stage: Stage) -> None:
-    """From one algorithm to the next and back, parameters and gradients."""
+    """From one algorithm to the next: gradients, then parameters."""
     model = replicated(stage)
     optimizer, batch = adam(model), plain_batches(4, WIDTH)
-    for algorithm in (LocalSGD(period=2), ByteGrad(), GradientAllReduce()):
+    for algorithm in (ByteGrad(), LocalSGD(period=2), Decentralized()):
         stage.train(model, optimizer, batch)
         stage.idle()
-        model.set_comm_algorithm(algorithm, optimizers=[optimizer])
+        model.set_comm_algorithm(algorithm)
     stage.train(model, optimizer, batch)
     stage.end(model)
 

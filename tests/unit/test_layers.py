@@ -148,11 +148,10 @@ LAYERS = [
     ["api", "functions", "sharded_optimizer"],
     [""],
     ["extension of algorithms"],
-    ["optim"],
     ["integrations", "bench", "commands"],
     ["__main__"],
 ]
-#: The algorithms that no module of the core imports, although they lie in its folder.
+#: The algorithms that no module of the core imports, although most lie in its folder.
 EXTENSION = {
     f"ddp_compile.runtime.algorithms.{name}"
     for name in (
@@ -165,9 +164,8 @@ EXTENSION = {
         "low_precision_decentralized",
         "parameter_average",
         "parameter_gate",
-        "q_adam",
     )
-}
+} | {"ddp_compile.optim"}
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 
@@ -196,7 +194,7 @@ def test_folders_import_from_lower_layers_only() -> None:
     assert {folder_of(module) for module in TREES} == set(LAYER_OF)
     upward = {pair: modules for pair, modules in arrows().items() if LAYER_OF[pair[0]] <= LAYER_OF[pair[1]]}
     # For type checkers; `test_the_core_loads_no_extension` is about run time.
-    features = {"algorithm_switch", "compatibility", "measurement", "regions", "uneven_inputs", "warm_up"}
+    features = {"compatibility", "measurement", "regions", "uneven_inputs", "warm_up"}
     assert upward == {
         ("algorithms", "extension of algorithms"): {"ddp_compile.algorithms"},
         ("features", "module"): {f"ddp_compile.features.{name}" for name in features},  # the state of a module
