@@ -122,9 +122,8 @@ def storage_key(tensor: Tensor) -> int | None:
     return key_of_storage(tensor.untyped_storage())
 
 
-def key_of_storage(storage: torch.UntypedStorage) -> int:
-    """The `storage_key` of tensors in this storage."""
-    return storage._cdata
+#: The `storage_key` of tensors in a storage; no Python function, since it is called for each gradient.
+key_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

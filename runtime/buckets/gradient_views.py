@@ -55,7 +55,7 @@ class GradientViews:
         return (
             max(torch_internals.num_references(self.tensors), default=0) <= self._own_references
             and max(map(sys.getrefcount, self._storages), default=0) <= self._references_to_storage
-            and all(uses == _TENSOR_AND_STORAGE_OBJECT for uses in torch_internals.num_storage_uses(self._storage_keys))
+            and set(torch_internals.num_storage_uses(self._storage_keys)) <= {_TENSOR_AND_STORAGE_OBJECT}
             and self._lie_in_place()
         )
 
