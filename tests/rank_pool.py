@@ -129,15 +129,20 @@ class RankPool:
             return RankFailure(PROCESS_ENDED, "the rank's process ended", "the rank's process ended")
 
 
-def on_ranks(world_size: int | None = None, **settings: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    world_size: int | None = None, eagerly: bool = False, **settings: float
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test whose body runs on each of `world_size` ranks, by default as many as its argument of that name says.
 
     Args:
         world_size: Number of ranks.
+        eagerly: Whether nothing is compiled.
         **settings: Passed to `RankPool.run`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        body = torch.compiler.set_stance("force_eager")(body) if eagerly else body
+
         @functools.wraps(body)
         def test(ranks: Callable[[int], RankPool], **arguments: Any) -> None:
             ranks(world_size or arguments["world_size"]).run(_call_body, test, **settings, **arguments)

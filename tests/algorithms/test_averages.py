@@ -169,8 +169,7 @@ def test_steps_match_simulation(name: str, world_size: int) -> None:
 ONE_BY_ONE = LowPrecisionDecentralized()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_ring_step_does_not_wait() -> None:
     """Rank 1 begins its step after rank 0 has told it that its own is done, and its next forward and backward too."""
     model, optimizer = make_model(ONE_BY_ONE, broadcast_buffers=False)
@@ -188,8 +187,7 @@ def test_ring_step_does_not_wait() -> None:
     check_invariants(model.comm_algorithm)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_detach_receives_what_is_under_way() -> None:
     """Parameters become their mean over the ranks although messages are under way."""
     model, optimizer = make_model(ONE_BY_ONE)
@@ -201,8 +199,7 @@ def test_detach_receives_what_is_under_way() -> None:
     assert (flat_of(model) - (first + second) / 2).abs().max() < 1e-6
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_loaded_parameters_are_not_rounded() -> None:
     model, _ = make_model(ONE_BY_ONE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -265,8 +262,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     ("sizes", "peers"),
     only([((2, 2), "shift_one"), ((1, 3), "all")], itertools.product([(2, 2), (1, 3), (4,)], ["all", "shift_one"])),
 )
-@on_ranks(4)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(4, eagerly=True)
 def test_nodes_count_by_their_ranks(sizes: tuple[int, ...], peers: Any) -> None:
     with on_nodes(*sizes):
         model, _ = make_model(Decentralized(peer_selection=peers, hierarchical=True))
@@ -279,8 +275,7 @@ def test_nodes_count_by_their_ranks(sizes: tuple[int, ...], peers: Any) -> None:
         assert (flat_of(model) - expected).abs().max() < 1e-5
 
 
-@on_ranks(4)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(4, eagerly=True)
 def test_ring_of_nodes() -> None:
     with on_nodes(2, 2):
         model, optimizer = make_model(LowPrecisionDecentralized(hierarchical=True))
@@ -299,8 +294,7 @@ def make_with_optimizer(name: str) -> tuple[Any, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("name", only(["shift_one", "low precision", "DiLoCo", "QAdam"], [*ALGORITHMS, "QAdam"]))
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_resumes_in_mid_cycle(name: str) -> None:
     whole, optimizer = make_with_optimizer(name)
     states = {}
@@ -321,8 +315,7 @@ def test_resumes_in_mid_cycle(name: str) -> None:
 
 
 @pytest.mark.parametrize("config", [LocalSGD(period=1), LowPrecisionDecentralized()])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_step_after_its_exchange_is_refused(config: AlgorithmConfig) -> None:
     """A forward, or a checkpoint, between a backward and its step has taken the step for skipped."""
     model, optimizer = make_model(config)
@@ -386,8 +379,7 @@ def test_compiled_and_fused_steps_are_noticed() -> None:
     assert (ends[0] - torch.stack(ends)).abs().max() < 1e-4
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_averaging_in_place_after_a_closure() -> None:
     torch.manual_seed(0)
     model: Any = ddp_compile(Mlp(17, 4), algorithm=LocalSGD(period=1), backend="eager")
@@ -411,8 +403,7 @@ def test_averaging_in_place_after_a_closure() -> None:
 
 
 @pytest.mark.parametrize("config", [Decentralized(), LowPrecisionDecentralized()], ids=["all", "low precision"])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> None:
     model, _ = make_model(config)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)

@@ -115,8 +115,7 @@ def test_resumes_from_its_state() -> None:
 
 
 @pytest.mark.parametrize("world_size", only([3], [1, 2, 3]))
-@on_ranks()
-@torch.compiler.set_stance("force_eager")
+@on_ranks(eagerly=True)
 def test_slow_momentum_matches_one_process(world_size: int) -> None:
     settings = SlowMomentum(interval=3, momentum=0.7)
     model, optimizer = make_model(settings)

@@ -126,8 +126,7 @@ IN_CI = [("fragments", 3), ("bfloat16", 2), ("eight bits", 2), ("all of it", 3),
 
 
 @pytest.mark.parametrize(("name", "world_size"), only(IN_CI, EVERYWHERE))
-@on_ranks()
-@torch.compiler.set_stance("force_eager")
+@on_ranks(eagerly=True)
 def test_steps_match_simulation(name: str, world_size: int) -> None:
     """Looked at right after the optimizer's step. What the outer optimizer keeps is the same on every rank, bit by
     bit."""
@@ -147,8 +146,7 @@ def test_steps_match_simulation(name: str, world_size: int) -> None:
     assert (outer - begin).count_nonzero() > 1000
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_loaded_parameters_begin_anew() -> None:
     """Each rank loads its own of the middle of a cycle; without the state of the algorithm they become the mean."""
     model, optimizer = make_model(BYTES)
@@ -163,8 +161,7 @@ def test_loaded_parameters_begin_anew() -> None:
 
 
 @pytest.mark.parametrize(("steps_before", "warmup_steps"), [(2, 1), (4, 6)], ids=["fewer", "more"])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_resumes_with_another_warm_up(steps_before: int, warmup_steps: int) -> None:
     """The first cycle begins with what warm-up, of three steps before, has reached."""
     config = DiLoCo(sync_every=2, warmup_steps=3, outer_lr=1.0, outer_momentum=0.0)
@@ -188,8 +185,7 @@ def test_resumes_with_another_warm_up(steps_before: int, warmup_steps: int) -> N
 # Errors.
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_errors() -> None:
     at = f"rank {dist.get_rank()}: "
     of_eight = error_of(ReplicationError, lambda: make_model(DiLoCo(sync_every=9, fragments=9)))
@@ -207,8 +203,7 @@ def test_errors() -> None:
     dist.barrier()  # a rank that leaves closes connections that the other one may still be making
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_optimizer_of_other_parameters_is_refused() -> None:
     """Over a copy of the model, or without a part of it."""
     at = f"rank {dist.get_rank()}: 2 steps of the DiLoCo"

@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_groups import (
-    FAST,
-    PAYLOAD_BYTES,
-    SLOW,
-    SLOW_S,
-    WORLD_SIZE,
-    payload,
-    shortest_s,
-    simulated_group,
-)
+from simulated_groups import FAST, PAYLOAD_BYTES, SLOW, SLOW_S, WORLD_SIZE, payload, shortest_s, simulated_group
 from torch import Tensor
 
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group, set_link_model

@@ -27,8 +27,7 @@ def workload() -> Workload:
 
 
 @pytest.mark.long
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_trains_the_mean_over_tokens() -> None:
     for name in ("ddp-eager", "functional", "ddp_compile-forward", "ddp_compile-sharded"):
         ours, reference = workload(), workload()

@@ -66,8 +66,7 @@ class WithBuffer(nn.Linear):
         self.register_buffer("scale", torch.ones(4))
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_buffers_in_another_order() -> None:
     models = [ddp_compile(WithBuffer(), backend="eager") for _ in range(2)]
 

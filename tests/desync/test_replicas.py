@@ -99,8 +99,7 @@ def flip_on(training: Training, rank: int, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("split", only(["forward"], ["forward", "backward", "none"]))
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_flipped_bits_are_named(split: str) -> None:
     training, rank = Training(split=split), 1
     for _ in range(4):
@@ -134,8 +133,7 @@ def test_two_ranks_have_no_majority() -> None:
 
 
 @pytest.mark.parametrize("num_flips", only([6], [6, 1000]))
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_repair(num_flips: int) -> None:
     rng = random.Random(3)
     with compared_every(1):
@@ -160,8 +158,7 @@ def messages_of(function: Callable[[], None]) -> list[str]:
     return [call.args[0] % call.args[1:] for call in warned.call_args_list]
 
 
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_states_that_differ_are_not_repaired() -> None:
     with compared_every(2):
         training = Training(check_replicas="repair")
@@ -180,8 +177,7 @@ def left_out(training: Training) -> None:
         training.step()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_replicas_that_differ_on_purpose() -> None:
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -202,8 +198,7 @@ def test_replicas_that_differ_on_purpose() -> None:
 
 
 @pytest.mark.parametrize("stepped", only([0], [0, 2]))
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_steps_left_out_and_repeated(stepped: int) -> None:
     training = Training()
     training.step()

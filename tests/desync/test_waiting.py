@@ -196,10 +196,7 @@ def said_by_ranks(
     ],
 )
 def test_error_says_where_ranks_stand(
-    scenario: Scenario,
-    culprit_stood: str,
-    culprit_raised: str,
-    said_by_ranks: dict[Scenario, Future[list[str]]],
+    scenario: Scenario, culprit_stood: str, culprit_raised: str, said_by_ranks: dict[Scenario, Future[list[str]]]
 ) -> None:
     waiting, culprit = said_by_ranks[scenario].result()
     assert waiting.startswith("ReductionError: rank 0: ") and culprit.startswith(culprit_raised)
@@ -210,9 +207,7 @@ def test_error_says_where_ranks_stand(
         assert "bucket 0" in waiting and "layers.1.bias" in waiting
 
 
-def test_failed_broadcast_of_buffers(
-    said_by_ranks: dict[Scenario, Future[list[str]]],
-) -> None:
+def test_failed_broadcast_of_buffers(said_by_ranks: dict[Scenario, Future[list[str]]]) -> None:
     late, waiting = said_by_ranks[late_for_the_broadcast].result()
     assert late == "nothing"
     assert waiting.startswith("ReductionError: rank 1: the broadcast of 3 buffers from rank 0")

@@ -243,8 +243,7 @@ def test_distribution_as_output() -> None:
         ("nothing", None),
     ],
 )
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_half_in_no_sync(alone: str, said: str | None) -> None:
     """In two steps the forward or the backward alone; only rank 0 warns, once."""
     with warnings_of("ddp_compile") as warnings:

@@ -111,8 +111,7 @@ NOTICED_SINCE_2_12 = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dyna
 
 
 @pytest.mark.parametrize(
-    "change",
-    ["add_adapters", *(pytest.param(c, marks=NOTICED_SINCE_2_12) for c in ("convert", "unfreeze"))],
+    "change", ["add_adapters", *(pytest.param(c, marks=NOTICED_SINCE_2_12) for c in ("convert", "unfreeze"))]
 )
 def test_change_that_dynamo_sees(change: str) -> None:
     model = replicated()

@@ -144,12 +144,7 @@ def nothing(module: Net) -> None:
     ("make", "change", "num_steps", "said"),
     [
         (Net, another_shape, 1, "table: float32[17, 17] on cpu on rank 0 is parameter table: float32[17, 18]"),
-        (
-            Net,
-            stepped_in_backward,
-            1,
-            "table: such a step would take this rank's own gradients",
-        ),
+        (Net, stepped_in_backward, 1, "table: such a step would take this rank's own gradients"),
         (InCheckpoint, nothing, 1, "has come in a backward inside another one, of a reentrant checkpoint for example"),
         (Net, nothing, 3, "replaced by another Parameter: table"),
     ],

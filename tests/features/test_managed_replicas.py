@@ -76,8 +76,7 @@ def train_step(model: Any, manager: FakeManager, plain: nn.Module, step: int, ra
     return largest(relative_difference(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
 
 
-@on_ranks(4)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(4, eagerly=True)
 def test_replica_goes_and_comes() -> None:
     """Two replicas of two ranks. The second one is gone in step 2; in step 3 another one heals in its place."""
     own, across = own_groups(2)

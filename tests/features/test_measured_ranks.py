@@ -26,7 +26,6 @@ from ddp_compile.errors import GradientArrivalError, ReplicationError
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import Step
 
-eagerly = torch.compiler.set_stance("force_eager")
 LATE_S = 0.2
 
 
@@ -93,8 +92,7 @@ def test_report_of_every_rank(split: str, tmp_path: Path) -> None:
     train_step(replicate(split=split, bucket_plan=plan, bucket_cap_mb=None))
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_late_rank_is_named() -> None:
     model = trained()
     measurement = model.measure(steps=3)
@@ -113,8 +111,7 @@ def test_late_rank_is_named() -> None:
     assert all("rank 1 late by " in str(step) for step in steps)
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_gathers_of_the_next_step() -> None:
     model = replicate()
     optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
@@ -140,8 +137,7 @@ def test_gathers_of_the_next_step() -> None:
         assert step.communication_s is None and "communication unknown" in str(step)  # gloo's messages do not say
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_launches_are_not_computation() -> None:
     """ByteGrad waits inside `launch` for the bucket before; LocalSGD waits after the backward."""
     for algorithm in (ByteGrad(), LocalSGD(period=1)):
@@ -171,8 +167,7 @@ def slow_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(divide)
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_ends_of_hooks_and_chains() -> None:
     for algorithm, hook in (
         (GradientAllReduce(), slow_hook),
@@ -199,8 +194,7 @@ def test_ends_of_hooks_and_chains() -> None:
         model.unwrap()
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_counts_and_clipping_are_measured() -> None:
     model = replicate()
     measurement = None
@@ -234,8 +228,7 @@ class Branches(nn.Module):
         return self.branch(x) if takes_branch else x
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_step_that_raises() -> None:
     settings = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.004}
     model: Any = ddp_compile(Branches(), **settings)
@@ -270,8 +263,7 @@ def test_rank_that_measures_alone() -> None:
     assert "RanksDifferError" in outcome and "measure(steps=2) from iteration 1 on on rank 0" in outcome
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_refused_measurements() -> None:
     model = replicate()
     for steps in (0, -1, 1.5, True):
@@ -292,8 +284,7 @@ def test_refused_measurements() -> None:
     averaged.unwrap()
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_model_is_freed_after_measuring() -> None:
     """Callbacks of works run in the group's threads, which are joined when it is destroyed."""
     group = dist.new_group()
@@ -314,7 +305,7 @@ def test_model_is_freed_after_measuring() -> None:
 # One rank.
 
 
-@eagerly
+@torch.compiler.set_stance("force_eager")
 def test_one_rank(single_rank_group: None) -> None:
     model = replicate()
     assert model.comm_stats() is None
@@ -330,7 +321,7 @@ def test_one_rank(single_rank_group: None) -> None:
     assert str(model.comm_stats()).startswith("compute ")
 
 
-@eagerly
+@torch.compiler.set_stance("force_eager")
 def test_last_hundred_steps_and_an_exception(single_rank_group: None) -> None:
     model = replicate()
     with model.measure(steps=None) as measurement:

@@ -18,10 +18,7 @@ import torch
 from process_copies import context_of_copies
 from torchft_replicas import Start, Step, loss_of, make_net, make_optimizer, run_rank, steps_in
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed"),
-    pytest.mark.long,
-]
+pytestmark = [pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed"), pytest.mark.long]
 TIMEOUT_S = 60.0
 
 

@@ -161,9 +161,7 @@ def test_cuda_needs_the_library(
 
     monkeypatch.setattr(library, "load", refuse)
     assert executors.choose(torch.device("cuda", 0), torch.float32) == "reference"
-    assert caplog.messages == [
-        "gradients on cuda:0 are moved by torch's own operations: the C++ library was not built",
-    ]
+    assert caplog.messages == ["gradients on cuda:0 are moved by torch's own operations: the C++ library was not built"]
 
 
 @pytest.mark.parametrize("unsupported", [0, 1])

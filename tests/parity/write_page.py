@@ -26,11 +26,7 @@ from ddp_compile.validation.torch_version import NEWEST_TESTED
 OLDEST = "2.11"  # pyproject.toml
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "ddp_parity.md"
-SECTIONS = {
-    "arguments": "Arguments of the constructor",
-    "methods": "Methods and attributes",
-    "behavior": "Behavior",
-}
+SECTIONS = {"arguments": "Arguments of the constructor", "methods": "Methods and attributes", "behavior": "Behavior"}
 VERDICTS = ("same", "better", "refused", "not yet")
 PROVED = ("same", "better", "refused")
 

@@ -233,11 +233,7 @@ def optimizers_by_name() -> dict[str, Callable[[Any], Optimizer]]:
 
 
 def make(
-    kind: str = "adamw",
-    module: nn.Module | None = None,
-    sharded: bool = True,
-    overlap: bool = True,
-    **settings: Any,
+    kind: str = "adamw", module: nn.Module | None = None, sharded: bool = True, overlap: bool = True, **settings: Any
 ) -> tuple[Any, Optimizer]:
     """A model, of four layers by default, and one optimizer that is stepped element by element."""
     torch.manual_seed(1)

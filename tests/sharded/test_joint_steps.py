@@ -26,8 +26,7 @@ from ddp_compile.runtime.sharded.transfers import ShardTransfers
 # Owners.
 
 
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_each_matrix_has_one_owner() -> None:
     pair = Pair("muon")
     pair.train(0)
@@ -42,8 +41,7 @@ def test_each_matrix_has_one_owner() -> None:
     assert sorted(tuple(each["momentum_buffer"].shape) for each in state.values()) == sorted(mine)
 
 
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_more_ranks_than_matrices() -> None:
     with unittest.TestCase().assertLogs("ddp_compile.runtime.sharded.owners") as logs:
         pair = Pair("muon", net=lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3)))
@@ -66,8 +64,7 @@ def test_the_layers_of_a_transformer_are_even() -> None:
         assert owners.worst_of_mean <= 1.1, (world_size, owners.worst_of_mean)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_elementwise_does_not_cut_muon_matrices() -> None:
     torch.manual_seed(1)
     model: Any = ddp_compile(Net(), bucket_cap_mb=CAP_MB, backend="eager")
@@ -82,8 +79,7 @@ def test_elementwise_does_not_cut_muon_matrices() -> None:
 # What is sent, and when.
 
 
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_optimizers_stepped_in_another_order() -> None:
     pair = Pair("muon", bucket_cap_mb=1e-5)  # a bucket for each parameter
     pair.train(0)
@@ -99,8 +95,7 @@ def test_optimizers_stepped_in_another_order() -> None:
         pair.compare()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_collective_between_other_steps() -> None:
     torch.manual_seed(1)
     model: Any = ddp_compile(Net(), bucket_cap_mb=1e-5, backend="eager")
@@ -173,8 +168,7 @@ def test_no_step_copies_a_bucket(same_batches: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_missing_step_is_named(overlap: bool) -> None:
     pair = Pair("muon", overlap=overlap)
     pair.train(0)
@@ -196,8 +190,7 @@ def test_missing_step_is_named(overlap: bool) -> None:
     assert missing in said or "modified by an inplace operation" in said
 
 
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_step_gathers_once_without_waiting() -> None:
     pair = Pair("muon")
     pair.train(0)
@@ -215,8 +208,7 @@ def test_step_gathers_once_without_waiting() -> None:
     pair.model.await_parameters()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_a_step_that_is_refused_has_not_begun() -> None:
     pair = Pair("muon")
     pair.train(0)
@@ -227,8 +219,7 @@ def test_a_step_that_is_refused_has_not_begun() -> None:
     pair.train(2)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_grad_scaler_skips_one_optimizer() -> None:
     pair = Pair("muon")
     pair.train(0)

@@ -88,8 +88,7 @@ def test_calls() -> None:
         shard_optimizer(optim.SGD(sparse.parameters()), replicated(sparse))
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_calls_once_sharded() -> None:
     model, optimizer = make()
     plain(model, optimizer, 0)
@@ -143,8 +142,7 @@ OF_STORAGE = "parameters share a storage, which sharding would undo: layers.0.we
 BETWEEN_PROCESSES = "layers.0.weight, layers.0.bias, layers.1.weight, layers.1.bias lie in memory that other processes"
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_shared_memory() -> None:
     """At the call, at the end of the first backward, and after it."""
     changes: list[tuple[str, Callable[[WithAlias], Any]]] = [
@@ -182,8 +180,7 @@ def test_shared_memory() -> None:
         make(module=tied)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_sending_parameters_to_other_processes() -> None:
     """Copies may be sent."""
     model, optimizer = make()
@@ -198,8 +195,7 @@ def test_sending_parameters_to_other_processes() -> None:
 # Gradients.
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_gradients() -> None:
     model, optimizer = make()
     first = next(model.parameters())
@@ -234,8 +230,7 @@ def test_gradients() -> None:
         kept.backward()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_a_gradient_that_is_never_reduced() -> None:
     model, optimizer = make(find_unused_parameters=False)
     plain(model, optimizer, 0)
@@ -246,8 +241,7 @@ def test_a_gradient_that_is_never_reduced() -> None:
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_forward_between_backward_and_step(is_local: bool) -> None:
     model, optimizer = make()
     loss_of(model(batch(0))).backward()
@@ -316,8 +310,7 @@ def test_gradients_stay_hidden_after_a_forward(split: str) -> None:
         assert "Clip with model.clip_grad_norm_(max_norm)" in text
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_step_after_the_model_is_gone() -> None:
     """A GradScaler asks for the gradients of an optimizer whose model is gone."""
     model, optimizer = make("sgd")
@@ -336,8 +329,7 @@ def test_step_after_the_model_is_gone() -> None:
 # Ranks that differ.
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_different_calls() -> None:
     model, _ = make()
     loss_of(model(batch(0))).backward()
@@ -371,8 +363,7 @@ def test_a_rank_that_leaves_out_a_step(ranks: Ranks) -> None:
 # Groups, and the end.
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_edits_of_groups() -> None:
     said = 'group["params"], or the number of groups, of a sharded optimizer has been changed'
     model, optimizer = make()
@@ -405,8 +396,7 @@ def test_edits_of_groups() -> None:
 
 
 @pytest.mark.parametrize(("is_gone", "stay"), [(False, 0), (True, 2)])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_unwrap_destroys_its_process_groups(is_gone: bool, stay: int) -> None:
     """Unless that of the model is gone."""
     groups = dist.distributed_c10d._world.pg_map
@@ -424,8 +414,7 @@ def test_unwrap_destroys_its_process_groups(is_gone: bool, stay: int) -> None:
     dist.barrier()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_unwrap_early_and_after_an_error() -> None:
     model, optimizer = make()
     model.unwrap()
@@ -450,8 +439,7 @@ def test_unwrap_early_and_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])  # in the first bucket, between, and in the last, outside of our hooks
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_states_after_a_step_that_is_interrupted(left: int) -> None:
     model = replicated(Mlp(WIDTH, 3))
     held = list(model.parameters())
@@ -496,8 +484,7 @@ def test_states_after_a_step_that_is_interrupted(left: int) -> None:
         optimizer.step()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_parameters_of_another_dtype() -> None:
     model, optimizer = make("sgd")
     loss_of(model(batch(0))).backward()

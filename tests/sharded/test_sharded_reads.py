@@ -194,8 +194,7 @@ def test_forward_waits_before_each_read(backend: str, split: str) -> None:
     assert [name if name.startswith("left ") else "mm" for name in found][: 2 * num_buckets] == expected
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_profiler_does_not_see_messages() -> None:
     """One that stops after a step; see `unprofiled_messages`."""
     model, optimizer = make()
@@ -294,8 +293,7 @@ def test_parameters_that_never_came_stay_an_error(ranks: Ranks, stance: str) -> 
     assert all("gather of parameters after step 2 failed" in each for each in said)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_reads_in_a_forked_child_are_refused() -> None:
     model, optimizer = make()
     held = next(model.parameters())
