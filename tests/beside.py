@@ -1,7 +1,5 @@
 """Train a replicated model beside DistributedDataParallel, or beside the plain module with averaged gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A manager of replicas that has the protocol of torchft's, over process groups of the test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

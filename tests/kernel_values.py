@@ -1,7 +1,5 @@
 """Values for the tests of the kernels, comparisons of results, and a way to run the reference."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

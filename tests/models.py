@@ -1,7 +1,5 @@
 """Small models and data that the multi-process tests share."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ test gives to the pool must be at the top level of its module, so that the ranks
 has the defaults that it has here at the call, for fixtures that change one.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import gc

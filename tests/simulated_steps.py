@@ -1,7 +1,5 @@
 """Reports of steps that were not measured but computed: one link, transfers in order, known computation times."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

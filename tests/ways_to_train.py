@@ -1,7 +1,5 @@
 """Ways to train: one table of models and steps that `train` compares with eager DistributedDataParallel."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple

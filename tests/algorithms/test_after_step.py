@@ -1,7 +1,5 @@
 """`CommAlgorithm.after_step`: an algorithm that writes its calls down, and one whose rank skips a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Asynchronous model averaging: what a round does, which threads and ranks wait, and how it ends."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

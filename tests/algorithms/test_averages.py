@@ -1,7 +1,5 @@
 """Algorithms that average parameters: each step beside one process, nodes, ways to train, errors, and changes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator

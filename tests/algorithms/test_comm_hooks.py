@@ -1,7 +1,5 @@
 """Comm hooks, torch's own and others, of gradients and of buffers, against eager DDP with the same hook."""
 
-from __future__ import annotations
-
 import copy
 import time
 import weakref
@@ -73,7 +71,7 @@ HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
 def waiting(hook: Hook) -> Hook:
     """For DistributedDataParallel, which hangs on gloo if callbacks of two buckets start collectives.
 
-    It also takes only functions, on the CPU none that is named bf16_compress_hook, and no annotations that are text.
+    It also takes only functions, and on the CPU none that is named bf16_compress_hook.
     """
 
     def wait(state, bucket):

@@ -1,7 +1,5 @@
 """Gradients sent in fewer bytes, reduced inside nodes first, or added up at their owner, beside one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The algorithms of the examples: what each sends and keeps, beside one process, and that it resumes."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

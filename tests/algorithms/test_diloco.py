@@ -1,7 +1,5 @@
 """DiLoCo, compared with one process that has all ranks and ``torch.optim.SGD`` for the outer optimizer."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

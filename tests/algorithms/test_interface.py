@@ -1,7 +1,5 @@
 """A user's algorithm trains like DistributedDataParallel in every way; other objects are refused."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Whole runs of the harness: what it measures, how it handles failures, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -1,7 +1,5 @@
 """The simulated link: how long a transfer takes, and its results. When it is hidden: `test_measured_link`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

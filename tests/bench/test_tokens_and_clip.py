@@ -1,7 +1,5 @@
 """The benchmark's ``--tokens`` and ``--clip``: every implementation trains what one process trains."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Models in which values share memory: every kind of view, of every kind of value, across the places of cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A graph break that leaves the module's own code to Python: what is compiled inside, and the messages."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

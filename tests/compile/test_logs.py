@@ -1,7 +1,5 @@
 """What users see: the output of TORCH_LOGS, and warnings."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

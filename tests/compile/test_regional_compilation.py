@@ -1,7 +1,5 @@
 """Regional compilation on one rank: which modules are regions, how often each is compiled, and refusals."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

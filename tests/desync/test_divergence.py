@@ -1,7 +1,5 @@
 """Ranks that differ get an error that names rank and difference. `tests/fuzz` goes through the kinds of differences."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any

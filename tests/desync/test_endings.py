@@ -1,7 +1,5 @@
 """Ranks that end, or let the model go, before the others have heard from them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Parameters that differ between the ranks are found at the next agreement point, and most ranks can repair them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The expected errors of two ranks come at different times. So that neither sees t
 wait for each other in a separate group afterward.
 """
 
-from __future__ import annotations
-
 import queue
 import time
 from collections.abc import Callable, Iterator

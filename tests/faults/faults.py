@@ -1,7 +1,5 @@
 """Runs a training under torchrun while something happens to it, and says how it ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

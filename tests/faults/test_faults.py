@@ -1,7 +1,5 @@
 """Faults while training: no process is left behind, exit codes tell what happened, and losses go on as before."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

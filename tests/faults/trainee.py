@@ -6,8 +6,6 @@ Each rank appends the loss of every step to its own file. A fault happens once, 
 not after a restart.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

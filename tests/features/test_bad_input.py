@@ -1,7 +1,5 @@
 """Every wrong setting ends in an error that names it and says what to do."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Callable

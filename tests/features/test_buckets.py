@@ -1,7 +1,5 @@
 """The plan of buckets: what is sent, how graphs are cut, and how the eager tail is packed again."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Buffers: what rank 0 broadcasts and when, beside DistributedDataParallel, and buffers that differ between ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Calls of a replicated model in which something else is at work: swapped tensors, modes, transforms, TorchScript."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator

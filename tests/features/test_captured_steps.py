@@ -3,8 +3,6 @@
 The tests have no device that captures, so a stand-in answers the runtime's questions.
 """
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace

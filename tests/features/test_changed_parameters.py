@@ -1,7 +1,5 @@
 """Parameters that are added, replaced or converted after ddp_compile are refused by name; allowed changes work."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

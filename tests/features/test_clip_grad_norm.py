@@ -1,7 +1,5 @@
 """``model.clip_grad_norm_``: norm and gradients are those of ``torch.nn.utils.clip_grad_norm_`` on copies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

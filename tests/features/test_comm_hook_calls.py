@@ -1,6 +1,6 @@
 """How comm hooks are called on a single rank, like those of DistributedDataParallel, and refusals by name."""
 
-from __future__ import annotations
+from __future__ import annotations  # hooks are checked whose annotations are text
 
 import re
 from collections.abc import Callable

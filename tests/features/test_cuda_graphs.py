@@ -4,8 +4,6 @@ Here inductor is told that nodes run on a GPU, so it partitions graphs as it doe
 buckets leave early between recorded graphs, on a GPU: tests/gpu/test_two_ranks_on_one_gpu.py.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Attributes and methods of a DistributedDataParallel that code uses, on the module itself."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

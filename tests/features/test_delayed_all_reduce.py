@@ -1,7 +1,5 @@
 """``delay_all_reduce_named_params``: averaged when another gradient has come, after any number of backwards."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

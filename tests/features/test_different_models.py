@@ -1,7 +1,5 @@
 """A mistake of one rank is an error on the others: it names the mistake, within the group's timeout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

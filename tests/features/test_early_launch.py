@@ -3,8 +3,6 @@
 `test_ways_to_train` has the ways to train in which that happens. The backwards here have something in their way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

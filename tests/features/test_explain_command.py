@@ -1,7 +1,5 @@
 """``python -m ddp_compile explain`` says what training on real ranks would say, and what is wrong with its input."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

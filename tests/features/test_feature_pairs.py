@@ -4,8 +4,6 @@ The table is that of `ddp_compile.features.compatibility`. Pairs that may be use
 parameters that one process gets from the whole batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import warnings

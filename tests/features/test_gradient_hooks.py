@@ -1,7 +1,5 @@
 """Hooks on parameters and their AccumulateGrad nodes, and optimizers that step inside ``backward()``, as with DDP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Models in groups of some ranks, with their own collectives, or in several threads: as with DDP."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """After a Ctrl-C in the middle of an iteration, the next forward refuses to go on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

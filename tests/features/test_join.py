@@ -1,7 +1,5 @@
 """Ranks with fewer batches than others, inside ``Join``: as with DistributedDataParallel, step for step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 tests/integrations/test_torchft.py does it with torchft itself.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

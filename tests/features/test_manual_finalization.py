@@ -1,7 +1,5 @@
 """``require_manual_backward_finalization``: code after a backward runs before its last reductions are waited for."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 from unittest.mock import patch

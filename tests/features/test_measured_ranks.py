@@ -1,7 +1,5 @@
 """``model.measure()``: what is recorded, late ranks, ranks that do not measure, and a single one."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

@@ -1,7 +1,5 @@
 """Peak memory in a step, compared with DistributedDataParallel with gradients as bucket views."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time

@@ -1,7 +1,5 @@
 """The returned module is the user's own: same object, names and class. A copy of it is plain. Methods as functions."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

@@ -3,8 +3,6 @@
 The oracle is one process that has all micro-batches of a step at once. `train` steps both and compares the parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

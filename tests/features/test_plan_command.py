@@ -1,7 +1,5 @@
 """``python -m ddp_compile plan``: predictions from a profile, a plan that can be trained with, and wrong input."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which graphs are left whole: backends, compiled autograd, ``split="auto"``; and what that leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Checkpoints have the keys of the plain module, and those of wrapped ones load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

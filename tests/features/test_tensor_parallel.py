@@ -1,7 +1,5 @@
 """Data parallelism combined with tensor parallelism: parameters that are DTensors, on a mesh of two dimensions."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

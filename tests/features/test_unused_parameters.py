@@ -1,7 +1,5 @@
 """Parameters that a forward does not use: with ``find_unused_parameters`` all is as with DistributedDataParallel."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import dataclass

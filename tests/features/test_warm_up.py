@@ -1,7 +1,5 @@
 """``model.warm_up`` compiles and changes nothing, and the ranks meet after it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

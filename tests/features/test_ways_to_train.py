@@ -1,7 +1,5 @@
 """Ways to train, each against eager DistributedDataParallel: gradients, and how many buckets are launched early."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Two wrappers that would reduce the same gradient are refused; the error names both and the way out."""
 
-from __future__ import annotations
-
 import gc
 import re
 from collections.abc import Callable, Iterator

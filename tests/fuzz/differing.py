@@ -4,8 +4,6 @@ A case runs in a process group of its own, with a short timeout. What must be ex
 programs run on plain modules in one process, whose gradients are averaged step by step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

@@ -5,8 +5,6 @@ these would occur, the reference follows the sharded optimizer: it adds up the m
 by the norm that the sharded optimizer found. That norm is compared with the norm in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

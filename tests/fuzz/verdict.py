@@ -1,7 +1,5 @@
 """One recipe trained in two or more ways, the verdict on the differences, and failing recipes made smaller."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re
@@ -102,7 +100,7 @@ def _with_comm_hook(model: Any, recipe: Recipe, group: dist.ProcessGroup) -> Any
     return model
 
 
-def halves_hook(group, bucket):  # without annotations: DistributedDataParallel refuses those that are strings
+def halves_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Half of the mean, so that a hook that is not called is found."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None

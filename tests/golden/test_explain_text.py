@@ -1,7 +1,5 @@
 """What ``python -m ddp_compile explain`` prints and writes for one small model. Paths are relative to this folder."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

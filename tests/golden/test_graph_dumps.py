@@ -1,7 +1,5 @@
 """The visible output of a split: bucket table, graphs before and after, partitions, and explain(). Structure only."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Training on ranks of a pool through Accelerate, with ddp_compile or with Accelerate's own DistributedDataParallel."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

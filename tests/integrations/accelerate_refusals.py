@@ -1,7 +1,5 @@
 """Accelerators and models that are refused on a rank of a pool, each with its error."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

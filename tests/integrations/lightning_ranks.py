@@ -1,7 +1,5 @@
 """The code that tests of `DDPCompileStrategy` run on each rank, since importing Lightning takes seconds."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

@@ -1,7 +1,5 @@
 """Hugging Face Accelerate with ddp_compile, compared with its own DistributedDataParallel on the same data."""
 
-from __future__ import annotations
-
 import math
 import re
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Training by Lightning with `DDPCompileStrategy`, on two ranks, compared with Lightning's own strategy "ddp"."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 tests/features/test_managed_replicas.py tests the rest, with a manager of its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

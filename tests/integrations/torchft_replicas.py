@@ -1,7 +1,5 @@
 """A rank of a replica of torchft, for test_torchft.py. It writes down what every step has done."""
 
-from __future__ import annotations
-
 import pickle
 import time
 import traceback

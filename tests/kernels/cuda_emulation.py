@@ -4,8 +4,6 @@ Only what a driver does is replaced. Arguments arrive as the bytes that a launch
 for CUDA tensors.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

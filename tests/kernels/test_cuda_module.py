@@ -1,7 +1,5 @@
 """The CUDA kernels if something that they need is missing, and how they are compiled and loaded."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """From a source archive to an installed wheel: with a compiler, without one, and if a failed build is an error."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

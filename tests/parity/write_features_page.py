@@ -3,8 +3,6 @@
 Run ``python tests/parity/write_features_page.py``; `tests/unit/test_docs.py` compares the page with the table.
 """
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

@@ -9,8 +9,6 @@ ids below tests/, of a whole test or of one of its cases. ``since`` is the torch
 that the package supports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Where a graph must stay whole, and the reasons given."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Cutting a graph: the partitions compute the same as the whole graph wherever it is cut; which values cross a cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

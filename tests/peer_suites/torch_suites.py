@@ -4,8 +4,6 @@ Most of them ask for GPUs, but test nothing that needs one. So the sources are c
 of any kind become the CPU, and decorators that skip a test without a GPU are dropped.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -4,8 +4,6 @@ A program trains on a `Where` and returns the parameters. Those that are expecte
 batch or, if ranks do something else than average gradients, from the same program on CPU ranks that compile nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass

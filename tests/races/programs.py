@@ -1,7 +1,5 @@
 """Training programs, one for each way in which ranks communicate; see `stage`."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Where training programs run: streams for forward, AccumulateGrad and caller, and the steps of an ordinary loop."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

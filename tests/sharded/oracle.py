@@ -4,8 +4,6 @@ On each rank the plain module's optimizers step by the reduced gradients of the 
 have to have the same bits after each step, on any number of ranks. Gradients have to be the mean over the ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

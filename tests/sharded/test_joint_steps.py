@@ -1,7 +1,5 @@
 """Several sharded optimizers over one model, and parameters that one rank steps as a whole."""
 
-from __future__ import annotations
-
 import itertools
 import unittest
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What a sharded optimizer does not do is an error by name, and never a step by other values than the user's."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

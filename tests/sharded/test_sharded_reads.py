@@ -1,7 +1,5 @@
 """Parameters of a sharded optimizer are complete when they are read, by compiled code and after errors too."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import time

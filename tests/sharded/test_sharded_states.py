@@ -1,7 +1,5 @@
 """States of sharded optimizers: each rank saves its part, and any number of ranks loads it, as without shards."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sharded optimizers train as unsharded ones do. With two ranks, `fuzz.sharded` compares every optimizer of torch."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from typing import Any

@@ -8,8 +8,6 @@ quarter. Then each rank makes ``--models`` models one after the other, trains, u
 with 1 if something grows: see `LIMITS`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

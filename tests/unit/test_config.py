@@ -1,7 +1,5 @@
 """Settings: capacities in MiB become bytes; arguments of DistributedDataParallel are taken or refused by name."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Explanations as data: JSON and back, what is wrong with JSON, and the text on a report's page."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from html import escape

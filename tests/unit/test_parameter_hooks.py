@@ -1,7 +1,5 @@
 """The gradients of which the reducer is notified, and those that are only counted."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Predicted steps and the fastest plan: every plan of a few gradients is tried, and none ends a step earlier."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

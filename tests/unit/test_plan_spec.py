@@ -1,7 +1,5 @@
 """Packing gradients into buckets: pure arithmetic, so every claim is checked on plans of a few gradients."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Costs from measured steps: the line through transfers, times of gradients, and reports that do not fit."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Files of reports: the page is small, offline and escaped; the trace has what was measured."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

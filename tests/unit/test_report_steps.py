@@ -1,7 +1,5 @@
 """What is derived from the records of a step: exposed time, transfers, late ranks."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

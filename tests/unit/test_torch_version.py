@@ -1,7 +1,5 @@
 """A torch that is newer than the tested ones gives one warning, and works."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
