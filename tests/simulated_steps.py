@@ -157,9 +157,6 @@ def many_buckets() -> StepReport:
     ).run()
 
 
-# Steps by hand.
-
-
 def reduce(
     bucket: int, launched: float, done: float | None, waited_from: float, until: float, **other: Any
 ) -> Transfer:

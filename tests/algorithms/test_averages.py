@@ -35,8 +35,6 @@ from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters
 
 STEPS = 7
 
-# Each step beside the simulation.
-
 
 def peers(size: int, num_exchanges: int) -> list[int]:
     """Of each rank, by the pairs of lower and upper half."""
@@ -253,9 +251,6 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 }
 
 
-# Nodes.
-
-
 @pytest.mark.parametrize(
     ("sizes", "peers"),
     only([((2, 2), "shift_one"), ((1, 3), "all")], itertools.product([(2, 2), (1, 3), (4,)], ["all", "shift_one"])),
@@ -282,9 +277,6 @@ def test_ring_of_nodes() -> None:
     everyone = of_all_ranks(flat_of(model))
     assert all(torch.equal(everyone[i], everyone[i + 1]) for i in (0, 2))
     assert 0 < (everyone[0] - everyone[2]).abs().max() < 0.1
-
-
-# Checkpoints.
 
 
 def make_with_optimizer(name: str) -> tuple[Any, torch.optim.Optimizer]:
@@ -414,9 +406,6 @@ def test_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> None:
 
     said = error_of(ReplicationError, lambda: optimizer.step(closure))
     assert said.startswith("a step of LBFGS calls its closure again. With the")
-
-
-# Errors, and changes of the algorithm.
 
 
 @on_ranks(2)

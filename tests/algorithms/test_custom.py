@@ -109,9 +109,6 @@ def test_resumes_from_its_state() -> None:
     assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
 
 
-# `examples/parameter_algorithm.py`.
-
-
 @pytest.mark.parametrize("world_size", only([3], [1, 2, 3]))
 @on_ranks(eagerly=True)
 def test_slow_momentum_matches_one_process(world_size: int) -> None:
@@ -142,9 +139,6 @@ def test_slow_momentum_matches_one_process(world_size: int) -> None:
     for step in range(5, 7):
         train_step(again, optimizer, step)
     assert torch.equal(flat_of(again), flat_of(model))
-
-
-# Both as scripts.
 
 
 def found_in_output(script: str, pattern: str) -> list[Any]:

@@ -35,9 +35,6 @@ CASES = {
 }
 
 
-# The reference.
-
-
 class Part(NamedTuple):
     """A fragment: its place in the flat parameters, the step that sends it, and what is kept."""
 
@@ -178,9 +175,6 @@ def test_resumes_with_another_warm_up(steps_before: int, warmup_steps: int) -> N
         train_step(model, optimizer, 10 + step)
     assert is_same_everywhere(flat_of(model))
     assert (flat_of(model) - before).abs().max() < 2.5 * optimizer.param_groups[0]["lr"]
-
-
-# Errors.
 
 
 @on_ranks(2, eagerly=True)

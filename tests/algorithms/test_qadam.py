@@ -294,9 +294,6 @@ def test_errors_of_steps() -> None:
     assert "gradients, in warm-up" in another and "momenta" in another
 
 
-# The optimizer alone, without other ranks.
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -35,9 +35,6 @@ def test_bad_input_is_refused_by_name(make: Callable[[], Any], message: str) -> 
     assert not dist.is_initialized()
 
 
-# Time
-
-
 @pytest.mark.parametrize(
     ("send", "seconds"),
     [
@@ -63,9 +60,6 @@ def test_rate_changes_but_not_world_size() -> None:
         assert shortest_s(lambda: dist.all_reduce(tensor)) < SLOW_S / 4
         with pytest.raises(ValueError, match="world_size=8 must stay 4"):
             set_link_model(LinkModel.from_rate(1e9, world_size=8))
-
-
-# What is in the tensors
 
 
 @pytest.mark.parametrize(("op", "expected"), [("SUM", 12.0), ("AVG", 3.0), ("MIN", 3.0), ("MAX", 3.0)])

@@ -64,18 +64,12 @@ def backward(model: nn.Module, rows: int = 4) -> None:
     model(torch.randn(rows, WIDTH)).square().mean().backward()
 
 
-# What is a region.
-
-
 def test_auto_regions() -> None:
     assert list(find_regions(Stages(), "auto")) == [
         *("encoder.0", "encoder.1", "stages.0.0", "stages.0.1", "mixed.0", "mixed.3")
     ]
     nested = nn.Sequential(Model(), Model())
     assert list(find_regions(nested, "auto")) == ["0", "1"]
-
-
-# How often something is compiled.
 
 
 def test_blocks_share_compiled_code() -> None:
@@ -153,9 +147,6 @@ class BreaksOutside(Model):
         return self.head(self.stem(x))
 
 
-# Hooks.
-
-
 def steps_with_hooks(model: nn.Module, where: str, when: int) -> list[Tensor]:
     """Outputs and a gradient of three steps, with a hook of each kind from one of them on."""
     x = torch.ones(2, WIDTH)
@@ -195,9 +186,6 @@ def test_hooks_of_blocks(num_blocks: int, where: str, when: int) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-# What checkpoints compute again.
-
-
 class Checkpoints(Model):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -224,9 +212,6 @@ def test_checkpointed_region_runs_compiled_twice() -> None:
     assert len(runs) == 8
 
 
-# What is left when it is gone.
-
-
 def test_regions_are_freed() -> None:
     counter = CompileCounter()
     model = ddp_compile(Model(), regions="auto", backend=counter)
@@ -238,9 +223,6 @@ def test_regions_are_freed() -> None:
     assert [each() for each in seen] == [None, None, None]
     block(torch.randn(2, WIDTH))
     assert counter.frame_count == 1
-
-
-# What is refused.
 
 
 @pytest.mark.parametrize(

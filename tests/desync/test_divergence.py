@@ -16,8 +16,6 @@ from ddp_compile import GradientSpec, ddp_compile, plan_buckets
 from ddp_compile.errors import DDPCompileError, RanksDifferError
 from ddp_compile.runtime.desync.local_steps import LocalSteps
 
-# Two models in one process group
-
 
 def two_models_in_another_order(first: int, settings: dict[str, Any]) -> list[Any]:
     """From some step on, rank 1 swaps the backwards; returns the first model's gradients, and the error."""
@@ -177,9 +175,6 @@ def test_parameters_that_one_rank_shares() -> None:
     message = str(raised.value)
     assert "another replicated module reduces=none on rank 0" in message
     assert "1.weight is 0.weight of a Sequential" in message
-
-
-# Steps of optimizers with gradients from ``no_sync``
 
 
 def step(parameter: Parameter, **settings: bool) -> None:

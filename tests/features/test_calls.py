@@ -31,9 +31,6 @@ def mlp() -> nn.Module:
     return Mlp(WIDTH, num_layers=3)
 
 
-# Tensors that stand in for parameters
-
-
 def derived(model: nn.Module, part: str = "") -> dict[str, Tensor]:
     return {name: 0.5 * p for name, p in model.named_parameters() if part in name}
 
@@ -157,9 +154,6 @@ def test_export() -> None:
         torch._dynamo.reset()
 
 
-# Submodules that are not compiled
-
-
 class Blocks(nn.Module):
     """Without a forward that Dynamo would start at, so that blocks inside would be compiled by themselves."""
 
@@ -206,9 +200,6 @@ def test_regions_in_a_disabled_module() -> None:
     assert all(not name.startswith("middle") for region in model.explain().regions for name in region.names)
 
 
-# Outputs in which no tensors are found
-
-
 class Policy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -228,9 +219,6 @@ def test_distribution_as_output() -> None:
         (-model(x, uses_other).log_prob(torch.zeros(WIDTH)).mean()).backward()
 
     assert max(train_beside((ours, plain), step_of, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
-
-
-# Warnings
 
 
 @pytest.mark.parametrize(

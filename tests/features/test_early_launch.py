@@ -134,8 +134,6 @@ def test_one_graph_of_several_modules() -> None:
     assert max(train(SharesOneFrame, use_more_blocks, find_unused_parameters=True)) < 1e-6
 
 
-# Backwards with operators of their own.
-
 LIBRARY = torch.library.Library("ddp_compile_tests", "FRAGMENT")
 
 

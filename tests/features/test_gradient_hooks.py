@@ -49,8 +49,6 @@ def test_hooks_after_the_forward(cap_mb: float, calls_module: bool) -> None:
     assert largest(train_beside(models, step_of, width=7)) < 1e-5
 
 
-# Optimizers that step inside backward().
-
 WIDTH = 33
 
 

@@ -213,9 +213,6 @@ def test_calls_of_an_algorithm() -> None:
     assert (model.comm_algorithm.num_forwards, model.comm_algorithm.num_backwards) == (3, 3)
 
 
-# The end of a Join, its refusals, and the state after it.
-
-
 @on_ranks(2, eagerly=True)
 def test_state_after_join() -> None:
     model: Any = ddp_compile(nn.Linear(2, 2), backend="eager")

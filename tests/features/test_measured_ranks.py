@@ -300,9 +300,6 @@ def test_model_is_freed_after_measuring() -> None:
         measurement.report()
 
 
-# One rank.
-
-
 @torch.compiler.set_stance("force_eager")
 def test_one_rank(single_rank_group: None) -> None:
     model = replicate()

@@ -179,9 +179,6 @@ def test_calls_of_forward() -> None:
         assert model.bucket_plan.generation == 1  # packed again after the first reduction
 
 
-# The functions that match the methods, modules that have our names, and printed modules.
-
-
 def test_functions_are_methods() -> None:
     model = replicated()
     assert is_replicated(model) and not is_replicated(Net()) and not is_replicated(nn.Sequential(model))

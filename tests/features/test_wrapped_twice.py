@@ -31,9 +31,6 @@ def backward(model: nn.Module) -> None:
     model(torch.randn(2, 4)).sum().backward()
 
 
-# Two replicated modules
-
-
 class Task(nn.Module):
     def __init__(self, head: nn.Module) -> None:
         super().__init__()

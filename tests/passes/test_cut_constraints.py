@@ -25,9 +25,6 @@ def free_between(gm: fx.GraphModule, first: int, last: int) -> list[int]:
     return sorted(set(range(first, last + 1)) - held_at(gm))
 
 
-# Values that cannot cross.
-
-
 def test_symbolic_sizes_cross() -> None:
     gm, _ = capture(lambda x: x.sin() * x.shape[0] + x.cos() * (x.shape[0] // 2), torch.ones(6), dynamic=True)
     assert any(isinstance(n.meta.get("example_value"), torch.SymInt) for n in gm.graph.nodes)
@@ -83,9 +80,6 @@ def test_constants_cross(value: object) -> None:
     assert find_held_cuts(with_value(value)) == []
 
 
-# Modes.
-
-
 def without_gradients(x: Tensor) -> Tensor:
     y = x.sin()
     with torch.no_grad():
@@ -135,9 +129,6 @@ def test_autocast_may_be_cut() -> None:
     assert [len(mode_regions(gm)[node]) for node in (sin, cos)] == [1, 2]
 
 
-# Writes.
-
-
 def into_a_new_tensor(x: Any) -> Any:
     y = torch.sin(x)
     torch.cos(x)
@@ -184,9 +175,6 @@ def test_inputs_may_be_written_anywhere() -> None:
         return y
 
     assert find_held_cuts(record(function).gm) == []
-
-
-# What counts as a write.
 
 
 def written_by(function: Callable[..., object], *args: object, **kwargs: object) -> list[str]:

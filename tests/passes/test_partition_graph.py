@@ -166,9 +166,6 @@ def test_placeholders_keep_their_sources() -> None:
     assert sources == [[whole._dynamo_source], [None, whole._dynamo_source]]
 
 
-# Views.
-
-
 def view_and_its_base(x: Any) -> Any:
     y = torch.sin(x).t()
     target = y.detach()
@@ -241,9 +238,6 @@ def test_views_of_user_functions_hold_cuts() -> None:
     # The caller gets it: it stays with its argument.
     gm, _ = record(lambda call, x: function(call, x, is_returned=True))
     assert {(h.first, h.last) for h in find_held_cuts(gm)} == {(find(gm, "sin") + 1, len(gm.graph.nodes) - 1)}
-
-
-# Sizes.
 
 
 def uses_sizes(x: Tensor) -> Tensor:

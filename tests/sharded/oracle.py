@@ -227,9 +227,6 @@ def optimizers_by_name() -> dict[str, Callable[[Any], Optimizer]]:
     return OPTIMIZERS
 
 
-# The same code with shards and without.
-
-
 def make(
     kind: str = "adamw", module: nn.Module | None = None, sharded: bool = True, overlap: bool = True, **settings: Any
 ) -> tuple[Any, Optimizer]:

@@ -21,8 +21,6 @@ from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.owners import choose_owners
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
-# Owners.
-
 
 @on_ranks(3, eagerly=True)
 def test_each_matrix_has_one_owner() -> None:
@@ -72,9 +70,6 @@ def test_elementwise_does_not_cut_muon_matrices() -> None:
         gradient for bucket in model.bucket_plan.buckets for gradient in bucket.gradients if gradient.owner is not None
     ]
     assert len(owned) == 5
-
-
-# What is sent, and when.
 
 
 @on_ranks(3, eagerly=True)
@@ -160,9 +155,6 @@ def test_no_step_copies_a_bucket(same_batches: bool) -> None:
     assert all(of_step and all(of_step) for of_step in others)
     difference = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     assert difference <= (0.0 if same_batches else 1e-5)
-
-
-# Half a step.
 
 
 @pytest.mark.parametrize("overlap", [True, False])

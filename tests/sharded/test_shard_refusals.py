@@ -113,9 +113,6 @@ def test_calls_once_sharded() -> None:
     assert sorted(optimizer.state_dict()["state"]) == list(range(8))
 
 
-# Memory that is shared.
-
-
 class WithAlias(Mlp):
     """Has something on the memory of its first weight."""
 
@@ -188,9 +185,6 @@ def test_sending_parameters_to_other_processes() -> None:
     ForkingPickler.dumps(model.layers[0].weight)
     with refused("RANK: layers.0.weight has been moved into memory", "send them p.detach().clone()"):
         plain(model, optimizer, 3)
-
-
-# Gradients.
 
 
 @on_ranks(2, eagerly=True)
@@ -324,9 +318,6 @@ def test_step_after_the_model_is_gone() -> None:
     assert is_same_everywhere(after) and (before != after).any()
 
 
-# Ranks that differ.
-
-
 @on_ranks(2, eagerly=True)
 def test_different_calls() -> None:
     model, _ = make()
@@ -356,9 +347,6 @@ def test_a_rank_that_leaves_out_a_step(ranks: Ranks) -> None:
         assert isinstance(said, RankFailure) and said.kind == "ReductionError", said
     said, nothing = ranks(2).run_expecting_failures(steps_and_goes_on, True, timeout_s=2.0)
     assert nothing is None and said.kind == "ReductionError" and "gather of parameters after step 4" in said.message
-
-
-# Groups, and the end.
 
 
 @on_ranks(2, eagerly=True)
@@ -431,9 +419,6 @@ def test_unwrap_early_and_after_an_error() -> None:
     model.unwrap()
     with refused("was sharded for a model that was unwrapped after an error"):
         optimizer.step()
-
-
-# A step that raises.
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])  # in the first bucket, between, and in the last, outside of our hooks

@@ -21,8 +21,6 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_compile import ReductionError
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
 
-# Reading.
-
 READERS: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "held since before": lambda model, held: torch.cat([p.detach().flatten() for p in held]),
     "data": lambda model, held: torch.cat([p.data.flatten() for p in held]),

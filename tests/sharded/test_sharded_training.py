@@ -147,9 +147,6 @@ def test_ddp_parity() -> None:
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
-# Low precision.
-
-
 @pytest.mark.parametrize(("master_weights", "expected"), [(True, 0.95), (False, 1.0)])
 @on_ranks(2, eagerly=True)
 def test_fifty_steps_of_a_thousandth(master_weights: bool, expected: float) -> None:
@@ -172,9 +169,6 @@ def test_fifty_steps_of_a_thousandth(master_weights: bool, expected: float) -> N
         next(model.parameters()).fill_(0.5)
     optimizer.step()
     assert (next(model.parameters()) == 0.5).all()
-
-
-# Ordinary code.
 
 
 def local_gradients_dropped(model: Any, optimizer: Any) -> None:

@@ -105,9 +105,6 @@ def test_fastest_plan_beats_capacities(is_sharded: bool, mixed: bool) -> None:
             assert step_s <= slack * predict(plan_buckets(specs, cap_bytes), costs).step_s
 
 
-# Bad input.
-
-
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_impossible_links(value: float) -> None:
     match = rf"={value} must be above zero and finite; pass for example"
