@@ -461,14 +461,9 @@ _ON_NCCL: dict[str, Program] = {
 
 #: With groups whose ``wait()`` blocks the host.
 _ON_GLOO = (
-    "backward split",
-    "normalized",
-    "eager end",
-    "bf16 hook",
-    "ByteGrad, eager end",
-    "hierarchical, two nodes",
+    "backward split", "normalized", "eager end", "bf16 hook", "ByteGrad, eager end", "hierarchical, two nodes",
     "sharded",
-)
+)  # fmt: skip
 PROGRAMS = _ON_NCCL | {f"{name}, blocking": Blocking(_ON_NCCL[name]) for name in _ON_GLOO}
 
 #: In which the host must not wait for the device.

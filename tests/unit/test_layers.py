@@ -152,20 +152,11 @@ LAYERS = [
 ]
 #: The algorithms that no module of the core imports, although they lie in its folder.
 EXTENSION = {
-    f"ddp_compile.runtime.algorithms.{name}"
-    for name in (
-        "async_model_average",
-        "averaging_thread",
-        "byte_grad",
-        "decentralized",
-        "diloco",
-        "local_sgd",
-        "low_precision_decentralized",
-        "parameter_average",
-        "parameter_gate",
-        "q_adam",
+    "ddp_compile.runtime.algorithms." + name for name in (
+        "async_model_average", "averaging_thread", "byte_grad", "decentralized", "diloco", "local_sgd",
+        "low_precision_decentralized", "parameter_average", "parameter_gate", "q_adam",
     )
-}
+}  # fmt: skip
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 
