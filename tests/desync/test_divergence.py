@@ -100,9 +100,7 @@ def test_plan_of_another_model(ranks: Ranks) -> None:
 @on_ranks(2)
 def test_saved_plans_that_differ() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        gradients = [
-            GradientSpec(i, name, numel, "float32", "cpu") for i, name, numel in ((0, "weight", 16), (1, "bias", 4))
-        ]
+        gradients = [GradientSpec(i, name, n, "float32", "cpu") for i, name, n in ((0, "weight", 16), (1, "bias", 4))]
         for cap_bytes in (4, 400):
             plan_buckets(gradients[::-1], cap_bytes).save(f"{folder}/{cap_bytes}")
         model = ddp_compile(nn.Linear(4, 4), backend="eager", bucket_plan=f"{folder}/4")

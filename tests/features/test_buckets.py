@@ -97,9 +97,7 @@ def make(order: tuple[int, ...] | None = (2, 0, 3, 1), cap_mib: float = ONE_LAYE
 
 def layers_of(model: nn.Module) -> list[str]:
     """For each bucket, the layer that all its gradients belong to."""
-    layers = [
-        {gradient.fqn.rpartition(".")[0] for gradient in bucket.gradients} for bucket in model.bucket_plan.buckets
-    ]
+    layers = [{g.fqn.rpartition(".")[0] for g in bucket.gradients} for bucket in model.bucket_plan.buckets]
     return ["+".join(sorted(names)) for names in layers]
 
 

@@ -76,10 +76,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "replace_head": (replace_head, "replaced by another Parameter: head.weight, head.bias."),
     "remove_layer": (remove_layer, "removed: layer.weight, layer.bias."),
     "unfreeze": (lambda model: model.last.requires_grad_(True), "unfrozen: last.weight, last.bias."),
-    "convert": (
-        lambda model: model.double(),
-        "float32 before and float64 now: layer.weight, layer.bias, head.weight, head.bias.",
-    ),
+    "convert": (lambda model: model.double(), "float32 before and float64 now: layer.weight, layer.bias, head."),
     "normalize_weight": (
         lambda model: parametrizations.weight_norm(model.layer),
         "removed: layer.weight; added: layer.parametrizations.weight.original0, ",

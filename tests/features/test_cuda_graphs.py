@@ -65,11 +65,7 @@ def blocks() -> nn.Module:
 WAYS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {  # settings, whether sharded, operators in the graphs
     "backward": ({"split": "backward"}, False, {"bucket_ready"}),
     "regions": ({"regions": [Block]}, False, set()),
-    "sharded_static": (
-        {"split": "backward", "static_graph": True},
-        True,
-        {"move_bucket", "hold_back", "await_parameters"},
-    ),
+    "sharded": ({"split": "backward", "static_graph": True}, True, {"move_bucket", "hold_back", "await_parameters"}),
 }
 
 

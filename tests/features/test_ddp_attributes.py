@@ -39,8 +39,8 @@ def test_grad_sync_is_not_copied() -> None:
 
 
 MISSING = [
-    "module", "broadcast_buffers", "scatter", "gather", "to_kwargs", "will_sync_module_buffers", "_update_process_group",
-    "_get_ddp_logging_data", "_register_builtin_comm_hook", "_set_static_graph",
+    "module", "broadcast_buffers", "scatter", "gather", "to_kwargs", "will_sync_module_buffers",
+    "_update_process_group", "_get_ddp_logging_data", "_register_builtin_comm_hook", "_set_static_graph",
 ]  # fmt: skip
 
 

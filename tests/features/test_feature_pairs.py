@@ -141,9 +141,7 @@ def pairs() -> list[tuple[Feature, Feature]]:
     features = [*ARGUMENTS, *WAYS, *CALLS]
     features.remove(Feature.DELAYED_STEPS)
     found = [pair for pair in itertools.combinations(features, 2) if not is_one_argument(*pair)]
-    found += [
-        (other, one) for one, other in itertools.combinations(CALLS, 2) if Feature.DELAYED_STEPS not in (one, other)
-    ]
+    found += [(b, a) for a, b in itertools.combinations(CALLS, 2) if Feature.DELAYED_STEPS not in (a, b)]
     twice = [(e.feature, e.feature) for e in EXCLUSIONS if e.feature in e.others]
     return [*found, *twice, (Feature.DELAYED, Feature.DELAYED_STEPS)]
 
@@ -236,9 +234,7 @@ def assert_table_holds(first: Feature, results: list[list[tuple[Feature, str]]])
 
 FIRST = list(dict.fromkeys(first for first, _ in pairs()))
 #: Those with the most exclusions.
-IN_CI = [
-    each for each in (Feature.ASYNC, Feature.BEYOND_GROUP, Feature.SHARDED_OPTIMIZER, Feature.JOIN) if each in FIRST
-]
+IN_CI = [f for f in (Feature.ASYNC, Feature.BEYOND_GROUP, Feature.SHARDED_OPTIMIZER, Feature.JOIN) if f in FIRST]
 
 
 @pytest.mark.parametrize("first", only(IN_CI, FIRST), ids=lambda first: first.name)

@@ -132,10 +132,7 @@ def test_parameters_that_differ() -> None:
     model = replicate(net, own, manager)
     if dist.get_rank() == 3:
         net[1].bias.data[0] += 1e-6
-    with (
-        torch.compiler.set_stance("force_eager"),
-        pytest.raises(ReductionError, match="differ: checksum of parameters"),
-    ):
+    with torch.compiler.set_stance("force_eager"), pytest.raises(ReductionError, match="differ: checksum of param"):
         loss_of(model, 0, 0).backward()
 
 

@@ -143,7 +143,7 @@ def into_what_a_view_shows(x: Any) -> Any:
     return torch.sin(view)
 
 
-def into_an_input_that_was_read(x: Any, scale: Any) -> Any:
+def into_an_input_read(x: Any, scale: Any) -> Any:
     """The compiled backward may compute from the input again, and would find the new value."""
     y = torch.sin(torch.mul(x, scale))
     scale.add_(1)
@@ -152,11 +152,7 @@ def into_an_input_that_was_read(x: Any, scale: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "first", "is_exact"),
-    [
-        (into_a_new_tensor, "sin", True),
-        (into_what_a_view_shows, "view", False),
-        (into_an_input_that_was_read, "mul", True),
-    ],
+    [(into_a_new_tensor, "sin", True), (into_what_a_view_shows, "view", False), (into_an_input_read, "mul", True)],
 )
 def test_writes_hold_cuts(function: Callable[..., Any], first: str, is_exact: bool) -> None:
     gm, _ = record(function)

@@ -149,9 +149,7 @@ def test_symbols_of_partition_inputs(function: Callable[..., Tensor]) -> None:
         kinds = [isinstance(example, torch.SymInt) for example in examples]
         assert kinds == sorted(kinds, reverse=True), "a symbolic size after a tensor"
         sizes = [size for e in examples for size in (e.shape if isinstance(e, Tensor) else [e])]
-        mentioned = {
-            str(symbol) for size in sizes if not isinstance(size, int) for symbol in size.node.expr.free_symbols
-        }
+        mentioned = {str(s) for size in sizes if not isinstance(size, int) for s in size.node.expr.free_symbols}
         assert mentioned <= {str(example) for example in examples if isinstance(example, torch.SymInt)}
     assert mentioned
     assert_computes_the_same(gm, stitched, inputs)

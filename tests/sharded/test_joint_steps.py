@@ -66,9 +66,7 @@ def test_elementwise_does_not_cut_muon_matrices() -> None:
     model: Any = ddp_compile(Net(), bucket_cap_mb=CAP_MB, backend="eager")
     shard_optimizer(muon(model), model, elementwise=True)
     loss_of(model(batch(0))).backward()
-    owned = [
-        gradient for bucket in model.bucket_plan.buckets for gradient in bucket.gradients if gradient.owner is not None
-    ]
+    owned = [g for bucket in model.bucket_plan.buckets for g in bucket.gradients if g.owner is not None]
     assert len(owned) == 5
 
 
