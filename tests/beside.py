@@ -51,6 +51,13 @@ def own_batch(step: int, width: int, rows: int = 4) -> Tensor:
     return torch.randn(rows, width)
 
 
+def gathered(value: Any) -> list[Any]:
+    """The value of each rank."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, value)
+    return of_ranks
+
+
 def of_all_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Shape (ranks, *shape)."""
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]

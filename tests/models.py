@@ -17,6 +17,15 @@ needs_ddp_to_keep_buffers = pytest.mark.skipif(
 )
 
 
+class TanhLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
 class Mlp(nn.Module):
     """About 0.4 MiB of gradients with odd sizes, none a multiple of the alignment."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from averages import Simulation, batch, error_of, make_model, on_nodes, train_step
-from beside import flat_of, is_same_everywhere, of_all_ranks, seeded
+from beside import flat_of, gathered, is_same_everywhere, of_all_ranks, seeded
 from compression import make_qadam
 from in_ci import only
 from models import Mlp, loss_of
@@ -128,8 +128,7 @@ def check_invariants(algorithm: Any) -> None:
     if not hasattr(algorithm, "_left"):
         return
     size, rank = dist.get_world_size(), dist.get_rank()
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, algorithm.state_dict())
+    everyone = gathered(algorithm.state_dict())
     for mine, theirs in (("left", (rank - 1) % size), ("right", (rank + 1) % size)):
         for kept, own in zip(everyone[rank][mine], everyone[theirs]["own"], strict=True):
             assert torch.equal(kept, own)
@@ -427,8 +426,7 @@ def test_errors() -> None:
     dtype = error_of(ReplicationError, lambda: ddp_compile(complex_model, algorithm=Decentralized()))
     assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
     model, _ = make_model(RING)
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, model.comm_algorithm.state_dict())
+    states = gathered(model.comm_algorithm.state_dict())
     for state, says in (
         ({"algorithm": "another"}, "was given the state of another, but needs that of"),
         (states[1 - rank], f"was given the state of rank {1 - rank} of 2, which has other neighbors"),

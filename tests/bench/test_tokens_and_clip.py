@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from beside import gathered
 from rank_pool import on_ranks
 from simulated_groups import SLOW, simulated_group
 
@@ -31,8 +32,7 @@ def test_trains_the_mean_over_tokens() -> None:
         ours, reference = workload(), workload()
         built = implementation_named(name)(ours.model, Case(implementation=name))
         training = Training(built, ours.model, ours, SETTINGS, dist.get_rank(), MICRO_BATCHES)
-        of_ranks: list = [None, None]
-        dist.all_gather_object(of_ranks, training.batches)
+        of_ranks = gathered(training.batches)
         (optimizer,) = make_optimizers("sgd", reference.model)
         for step in range(STEPS):
             training.step()

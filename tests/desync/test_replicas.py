@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from beside import gathered
 from in_ci import only
 from models import Mlp, loss_of
 from rank_pool import on_ranks
@@ -143,9 +144,7 @@ def test_repair(num_flips: int) -> None:
             messages = messages_of(training.step)
             assert any(f"those on rank {rank} differ" in message for message in messages), (rank, messages)
             assert messages_of(training.step) == []
-            found: list[Any] = [None] * 3
-            dist.all_gather_object(found, training.bytes())
-            assert len(set(found)) == 1
+            assert len(set(gathered(training.bytes()))) == 1
             for parameter in training.model.parameters():  # a flipped exponent may have made an average infinite
                 torch.nan_to_num_(parameter.detach(), 0.0, 1.0, -1.0).clamp_(-1.0, 1.0)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from in_ci import only
-from models import relative_difference
+from models import TanhLayer, relative_difference
 from rank_pool import Ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -29,21 +29,12 @@ WIDTH, ROWS, LR = 4, 3, 0.1
 NO_MOMENTUM: Any = {"lr": LR}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class Net(nn.Module):
     """Two blocks that repeat, and a head that may be sharded; with a buffer if one is asked for."""
 
     def __init__(self, has_buffer: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(TanhLayer(WIDTH) for _ in range(2))
         self.head, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
         if has_buffer:
             self.register_buffer("scale", torch.ones(1))

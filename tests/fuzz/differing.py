@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from beside import gathered
 from fuzz.differences import (
     CAUGHT,
     ENDED,
@@ -32,7 +33,7 @@ from fuzz.differences import (
     make_net,
     settings_of,
 )
-from fuzz.verdict import Verdict, gather, quiet
+from fuzz.verdict import Verdict, quiet
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -355,5 +356,5 @@ def judge_differing(recipes: Sequence[DifferingRecipe]) -> list[Verdict]:
         for recipe in recipes:
             group: Any = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
             mine = train(recipe, dist.get_rank(), group)
-            verdicts.append(verdict_of(recipe, gather(mine)))
+            verdicts.append(verdict_of(recipe, gathered(mine)))
     return verdicts

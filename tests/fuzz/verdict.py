@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from beside import gathered
 from fuzz.recipe import HAVE_BUFFERS, Recipe, smaller
 from fuzz.training import MeanOfRanks, MeanOfRanksWithCopies, Observation, Training
 from rank_pool import RankFailure, RankPool
@@ -139,7 +140,7 @@ class Groups:
         self.current = self._new()
 
     def renew_after(self, raised: bool) -> None:
-        if any(gather(raised)):
+        if any(gathered(raised)):
             self.current = self._new()
 
     @staticmethod
@@ -240,7 +241,7 @@ def _refused_otherwise_than_ddp(ours: Sequence[Observation], theirs: Sequence[Ob
 
 
 def _agree(found: str | None) -> bool:
-    return all(each is None for each in gather(found))
+    return all(each is None for each in gathered(found))
 
 
 def _compare(recipe: Recipe, ours: Sequence[Observation], reference: Sequence[Observation]) -> Verdict:
@@ -257,16 +258,10 @@ def _compare(recipe: Recipe, ours: Sequence[Observation], reference: Sequence[Ob
 
 def worst_of(mine: Verdict) -> Verdict:
     """The worst verdict of all ranks; called on all ranks at once."""
-    verdicts = gather(mine)
+    verdicts = gathered(mine)
     rank = max(range(len(verdicts)), key=lambda rank: OUTCOMES.index(verdicts[rank].outcome))
     outcome, detail = verdicts[rank]
     return Verdict(outcome, f"rank {rank}: {detail}" if detail else "")
-
-
-def gather(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def judge_all(recipes: Sequence[Recipe]) -> list[Verdict]:

@@ -15,6 +15,7 @@ import device
 import torch
 import torch.distributed as dist
 from device_places import PLACEMENTS, WIDTH, Side, Where, batch_of, placed
+from models import TanhLayer
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -36,21 +37,12 @@ NUM_STEPS = 7
 Parameters = list[Tensor]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class Unused(nn.Module):
     """Leaves a layer out in every second step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.sometimes = Block(), Block()
+        self.always, self.sometimes = TanhLayer(WIDTH), TanhLayer(WIDTH)
         self.step = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +51,7 @@ class Unused(nn.Module):
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 1))
+    return nn.Sequential(*(TanhLayer(WIDTH) for _ in range(4)), nn.Linear(WIDTH, 1))
 
 
 def seeded(make: Callable[[], nn.Module], where: Where) -> nn.Module:
@@ -320,7 +312,7 @@ BACKWARD, FORWARD = {"split": "backward"}, {"split": "forward"}
 PROGRAMS = {
     "backward split": averaging(**BACKWARD),
     "forward split": averaging(**FORWARD),
-    "regions": averaging(regions=[Block]),
+    "regions": averaging(regions=[TanhLayer]),
     "eager": averaging(backend="eager"),
     "static graph": averaging(static_graph=True, **BACKWARD),
     "unused parameters": averaging(make=Unused, find_unused_parameters=True),
@@ -356,7 +348,7 @@ PROGRAMS = {
     "sharded, read on another stream": Program(evaluated_between, tolerance=1e-5),
     "sharded Muon": averaging(is_sharded=True, optimizer=muon, tolerance=1e-4),
     "inductor": Program(with_inductor, tolerance=1e-5),
-    "inductor, regions": Program(partial(with_inductor, regions=[Block]), tolerance=1e-5),
+    "inductor, regions": Program(partial(with_inductor, regions=[TanhLayer]), tolerance=1e-5),
     "inductor, sharded": Program(partial(with_inductor, is_sharded=True), tolerance=1e-5),
     "without DLPack": Program(without_dlpack),
     "sharded, without DLPack": Program(partial(without_dlpack, is_sharded=True)),

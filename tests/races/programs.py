@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fake_manager import FakeManager
+from models import TanhLayer
 from stage import Blocking, Program, Roles, Stage, plain_batches
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -51,15 +52,6 @@ class Layers(nn.Module):
 @torch.compiler.disable(recursive=True)
 def _uncompiled(layer: nn.Module, x: Tensor) -> Tensor:
     return torch.tanh(layer(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
 
 
 class Branches(nn.Module):
@@ -175,7 +167,9 @@ def normalized(stage: Stage, of_shards: bool = False, reads_early: bool = False,
             stage.wait_for(roles.caller)
             model.mean_loss.clone()
 
-    model = replicated(stage, nn.Sequential(Block(), Block()), **settings)  # no bucket has gradients of two streams
+    model = replicated(
+        stage, nn.Sequential(TanhLayer(WIDTH), TanhLayer(WIDTH)), **settings
+    )  # no bucket has gradients of two streams
     optimizer, batch = adam(model), plain_batches(4, WIDTH)
     optimizer = shard_optimizer(optimizer, model) if of_shards else optimizer
     for number, roles in enumerate(stage.steps(3)):
@@ -410,7 +404,7 @@ _ON_NCCL: dict[str, Program] = {
     # The bucket that is launched last is ready first, since parameters that are unused in the first iteration are not
     # packed again.
     "eager end": partial(train, make=partial(Layers, "eager"), find_unused_parameters=True),
-    "regions": partial(train, make=lambda: nn.Sequential(*(Block() for _ in range(3))), regions=[Block]),
+    "regions": partial(train, make=lambda: nn.Sequential(*(TanhLayer(WIDTH) for _ in range(3))), regions=[TanhLayer]),
     "buffers": partial(train, make=partial(Layers, normed=True)),
     "buffer hook": with_buffer_hook,
     "gradients of their own": partial(train, gradient_as_bucket_view=False),

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from beside import own_batch, seeded
+from beside import gathered, own_batch, seeded
 from models import loss_of
 from oracle import CAP_MB, WIDTH, Net, Pair, batch, matrices_and_others, muon, said_by
 from rank_pool import on_ranks
@@ -29,8 +29,7 @@ def test_each_matrix_has_one_owner() -> None:
     pair.train(1)
     matrices, _ = matrices_and_others(pair.reference)
     mine = [tuple(p.shape) for group in pair.optimizers[0].param_groups for p in group["params"] if p.dim() == 2]
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
+    of_all = gathered(mine)
     assert sorted(shape for shapes in of_all for shape in shapes) == sorted(tuple(p.shape) for p in matrices)
     assert max(map(len, of_all)) == 2  # five matrices on three ranks
     state = pair.optimizers[0].state
