@@ -40,8 +40,6 @@ class Mlp(nn.Module):
 
 
 class Scaled(nn.Module):
-    """With a buffer."""
-
     def __init__(self, width: int, num_layers: int = 2) -> None:
         super().__init__()
         self.mlp = Mlp(width, num_layers)

@@ -40,8 +40,6 @@ PROCESS_ENDED = "EOFError"  #: the kind of failure of a rank whose process is go
 
 
 class RankFailure(NamedTuple):
-    """The error that a rank raised."""
-
     kind: str
     message: str
     traceback: str

@@ -244,8 +244,6 @@ def with_batch_norm() -> nn.Module:
 
 
 class Way(NamedTuple):
-    """A way to train."""
-
     step: Step = one_backward
     #: Buckets launched inside compiled backwards in the last step under ``split="backward"``: three of an `Mlp` of four
     #: layers, since the last one is ready when the backward ends.
@@ -302,8 +300,6 @@ WAYS = {
 
 
 class Trained(NamedTuple):
-    """The results of training on one rank."""
-
     worst: float  #: largest relative difference of any gradient to the reference, bit for bit equal if 0
     num_early: tuple[int, ...]  #: buckets launched inside compiled backwards, for each step
 

@@ -27,8 +27,6 @@ needs_links = pytest.mark.skipif(unavailable_reason() is not None, reason=f"no r
 
 
 class Measured(NamedTuple):
-    """A run that has ended well."""
-
     stdout: str
     folder: Path
 

@@ -67,8 +67,6 @@ def compared_every(num_iterations: int) -> Iterator[None]:
 
 
 class Training:
-    """A small model that trains on this rank."""
-
     def __init__(self, **settings: Any) -> None:
         torch.manual_seed(0)
         settings = {"bucket_cap_mb": 4e-4, "backend": "eager", **settings}

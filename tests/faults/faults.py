@@ -29,8 +29,6 @@ class Life(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run that is over."""
-
     exit_code: int
     seconds: float
     output: str

@@ -1,8 +1,7 @@
 """Calls of a replicated model in which something else is at work: swapped tensors, modes, transforms, TorchScript."""
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.distributed import rpc
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from warned import warned
 
 from ddp_compile import ReplicationError, ddp_compile
 
@@ -84,18 +84,6 @@ UNCOMPILED = {
 }
 
 
-@contextlib.contextmanager
-def warnings_of(name: str) -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger(name).removeHandler(handler)
-
-
 @pytest.mark.parametrize("call", UNCOMPILED)
 @on_ranks(2)
 def test_modes_and_transforms(call: str) -> None:
@@ -106,7 +94,7 @@ def test_modes_and_transforms(call: str) -> None:
         is_it = step == 0 or (step == 2 and dist.get_rank() == 0)
         (UNCOMPILED[call](model, x) if is_it else model(x).square().mean()).backward()
 
-    with warnings_of("ddp_compile") as said:
+    with warned() as said:
         assert max(train_beside((ours, plain), step_of, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
     assert len(ours.explain().graphs) == 1
     assert not any("nothing was compiled" in each for each in said)
@@ -232,7 +220,7 @@ def test_distribution_as_output() -> None:
 @on_ranks(2, eagerly=True)
 def test_half_in_no_sync(alone: str, said: str | None) -> None:
     """In two steps the forward or the backward alone; only rank 0 warns, once."""
-    with warnings_of("ddp_compile") as warnings:
+    with warned() as warnings:
         model = ddp_compile(nn.Linear(1, 1, bias=False), backend="eager")
         for _ in range(2):
             model.zero_grad()

@@ -46,8 +46,6 @@ class Net(nn.Module):
 
 
 class OwnAlgorithm(CommAlgorithm):
-    """A user's all-reduce."""
-
     name = "all-reduce of a user"
 
     def __init__(self, group: dist.ProcessGroup, traits: Traits) -> None:
@@ -138,7 +136,6 @@ def pairs() -> list[tuple[Feature, Feature]]:
 
 
 def make(features: tuple[Feature, ...], backend: str) -> tuple[Any, Any]:
-    """The replicated module and its optimizer."""
     torch.manual_seed(0)
     net: Any = Net(has_buffer=not {Feature.BUFFERS, Feature.BUFFER_HOOK}.isdisjoint(features))
     settings: dict[str, Any] = {"backend": backend, "bucket_cap_mb": 0.0001}

@@ -50,7 +50,6 @@ def own_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def alone() -> dist.ProcessGroup:
-    """A group of this rank."""
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
 
 

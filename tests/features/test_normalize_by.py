@@ -160,7 +160,6 @@ def test_other_numbers_of_ranks(world_size: int, name: str) -> None:
 
 
 def model_and_loss(step: int = 0, **settings: Any) -> tuple[Any, Callable[[], Tensor], Tensor]:
-    """A model, its summed loss, and the count."""
     model: Any = ddp_compile(Net(), backend="aot_eager", find_unused_parameters=True, **settings)
     tokens, mask = batch(step, 0, dist.get_rank())
     return model, lambda: summed(model(tokens), mask), mask.sum()

@@ -84,8 +84,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Recipe(NamedTuple):
-    """One way to train."""
-
     style: Style
     settings: Mapping[str, Any]
     hidden: int = 24

@@ -61,8 +61,6 @@ def choose(branch: int, *models: nn.Module) -> None:
 
 
 class Case(NamedTuple):
-    """One way to train branches."""
-
     returns: str = "tensor"
     as_view: bool = True
     set_to_none: bool = True

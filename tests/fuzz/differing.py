@@ -87,8 +87,6 @@ def differing_recipe_of(seed: int) -> DifferingRecipe:
 
 
 class Seen(NamedTuple):
-    """What one rank has seen."""
-
     gradients: list[list[Tensor | None]]  #: after each reduced backward
     state: list[Tensor]  #: parameters and buffers at the end
     error: str | None
@@ -300,7 +298,6 @@ def _to_reduction(program: Iterator[str], rank: int, nets: list[nn.Module], buff
 
 
 def difference(mine: Seen, should: Seen) -> str | None:
-    """The first difference in words."""
     if len(mine.gradients) != len(should.gradients):
         return f"{len(mine.gradients)} iterations in place of {len(should.gradients)}"
     for step, (ours, theirs) in enumerate(zip(mine.gradients, should.gradients, strict=True)):
@@ -350,7 +347,6 @@ def is_kept(recipe: DifferingRecipe, verdict: Verdict) -> bool:
 
 
 def judge_differing(recipes: Sequence[DifferingRecipe]) -> list[Verdict]:
-    """Verdicts of many cases, in one call of a `RankPool`."""
     verdicts = []
     with quiet():
         for recipe in recipes:

@@ -80,7 +80,6 @@ class ShardedRecipe:
 
 
 def sharded_recipe_of(seed: int) -> ShardedRecipe:
-    """The case that belongs to ``seed``."""
     random = Random(seed)
     dtypes = random.choice(DTYPES)
     optimizer = random.choice(list(OPTIMIZERS))
@@ -308,7 +307,6 @@ def judge(recipe: ShardedRecipe, groups: Groups) -> Verdict:
 
 @torch.compiler.set_stance("force_eager")
 def judge_sharded(recipes: Sequence[ShardedRecipe]) -> list[Verdict]:
-    """Verdicts of many cases, in one call of a `RankPool`."""
     with quiet():
         groups = Groups()
         return [judge(recipe, groups) for recipe in recipes]

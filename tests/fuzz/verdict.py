@@ -49,8 +49,6 @@ DOCUMENTED_REFUSALS: dict[str, str] = {
 
 
 class Verdict(NamedTuple):
-    """The result of one case."""
-
     outcome: str  # one of `OUTCOMES`
     detail: str  # the first difference on the worst rank, with that rank
 
@@ -265,7 +263,6 @@ def worst_of(mine: Verdict) -> Verdict:
 
 
 def judge_all(recipes: Sequence[Recipe]) -> list[Verdict]:
-    """Verdicts of many cases, in one call of a `RankPool`."""
     with quiet():
         groups = Groups()
         return [judge(recipe, groups) for recipe in recipes]

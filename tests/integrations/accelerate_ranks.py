@@ -46,8 +46,6 @@ def samples(num: int) -> TensorDataset:
 
 
 class Run(NamedTuple):
-    """One way to train, prepared."""
-
     accelerator: Accelerator
     model: Any
     optimizer: Any
@@ -212,8 +210,6 @@ def look_at_models(folder: str) -> None:
 
 
 class Kept(GeneralTracker):
-    """Keeps what is logged."""
-
     name, requires_logging_directory = "kept", False
     tracker = None
 

@@ -22,8 +22,6 @@ STEP_S = 0.02  #: so that a replica alone does not run away
 
 
 class Step(NamedTuple):
-    """A step of one replica that was committed."""
-
     number: int
     num_participants: int
     takes_part: bool

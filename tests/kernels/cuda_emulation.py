@@ -24,8 +24,6 @@ STREAM = 0xABCD
 
 
 class Launch(NamedTuple):
-    """A launch as the driver received it."""
-
     kernel: str
     num_blocks: int
     num_threads: int

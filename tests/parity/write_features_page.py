@@ -32,7 +32,6 @@ TAIL = """
 
 
 def format_page() -> str:
-    """The page generated from the table."""
     rows = [
         f"| {e.feature.value} | {'; '.join(other.value for other in e.others)} | {e.reason} | {e.way_out} |\n"
         for e in EXCLUSIONS

@@ -48,8 +48,6 @@ SMALLER = {"test_ddp_uneven_inputs": {1000: 40}}
 
 @dataclass(frozen=True)
 class PeerTest:
-    """One test, on a number of ranks."""
-
     module: ModuleType
     make_case: Callable[[str], Any]
     name: str

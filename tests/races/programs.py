@@ -87,7 +87,6 @@ def train(
     prepare: Callable[[Any], object] = lambda model: None,
     **settings: Any,
 ) -> None:
-    """An ordinary loop."""
     model = replicated(stage, make(), **settings)
     prepare(model)
     stage.train(model, adam(model), plain_batches(4, WIDTH), times)

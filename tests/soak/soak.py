@@ -55,8 +55,6 @@ class Figures(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A way to train."""
-
     make: Callable[[], tuple[Any, torch.optim.Optimizer]]
     end: Callable[[Any], None] = lambda model: None
 
