@@ -115,14 +115,7 @@ def train_beside(
 ) -> list[float]:
     """The `difference` of the two models after each step; a second one that is not replicated is averaged first.
 
-    Args:
-        models: Ours, and the reference.
-        step_of: What is done in a step with each model.
-        num_steps: Number of steps.
-        width: Columns of a batch.
-        rows: Rows of a batch.
-        set_to_none: How gradients are zeroed.
-        **sgd: Settings of the optimizers; without any, parameters stay.
+    Batches are of shape (rows, width). Without settings of ``sgd`` parameters stay.
     """
     optimizers = [torch.optim.SGD(model.parameters(), **sgd) for model in models] if sgd else []
     differences = []

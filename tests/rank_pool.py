@@ -130,10 +130,7 @@ def on_ranks(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test whose body runs on each of `world_size` ranks, by default as many as its argument of that name says.
 
-    Args:
-        world_size: Number of ranks.
-        eagerly: Whether nothing is compiled.
-        **settings: Passed to `RankPool.run`.
+    ``eagerly``, nothing is compiled; ``settings`` are those of `RankPool.run`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 WIDTH, RATIO = 9, 0.1
 
 
-class Reversed(nn.Module):
+class Reversed(Mlp):
     """In no graph, and not used in the order of registration: its buckets are packed again after the first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.middle, self.first = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
 
 
-def mlp() -> nn.Module:
-    return Mlp(WIDTH, 3)
-
-
-WAYS = [(mlp, "backward", "aot_eager"), (mlp, "forward", "aot_eager"), (Reversed, "none", "eager")]
+WAYS = [(Mlp, "backward", "aot_eager"), (Mlp, "forward", "aot_eager"), (Reversed, "none", "eager")]
 
 
 def replicated(plain: nn.Module, split: str, backend: str) -> Any:
@@ -71,7 +66,7 @@ def train(model: nn.Module, steps: Iterable[int]) -> Iterator[tuple[int, dict[st
 @on_ranks()
 def test_largest_values_are_sent_and_others_kept(world_size: int) -> None:
     for make, *settings in WAYS:
-        plain = seeded(make)
+        plain = seeded(partial(make, WIDTH, 3))
         model = replicated(plain, *settings)
         kept = {name: torch.zeros(p.numel()) for name, p in plain.named_parameters()}
         for step, reduced in train(model, range(4)):
@@ -95,7 +90,7 @@ def test_largest_values_are_sent_and_others_kept(world_size: int) -> None:
 @on_ranks(2)
 def test_resumes_from_its_state() -> None:
     """Four steps without a break, with one, and with one after which the residuals are zero again."""
-    plain, (_, *settings) = seeded(mlp), WAYS[0]
+    plain, (_, *settings) = seeded(lambda: Mlp(WIDTH, 3)), WAYS[0]
     ends = []
     for factor in (None, 1.0, 0.0):
         model = replicated(plain, *settings)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Mlp
 from process_copies import run_in_copy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -85,17 +86,13 @@ def two_ranks_in_name_only(monkeypatch: pytest.MonkeyPatch, single_rank_group: N
     monkeypatch.setattr(explanation, "_needs_overlap", lambda process_group: True)
 
 
-class CheckpointedWhole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-
+class CheckpointedWhole(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False)
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def test_uncut_model_warns_once(two_ranks_in_name_only: None) -> None:
-    model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=0.001, backend="aot_eager", split="forward")
+    model = ddp_compile(CheckpointedWhole(64, 3), bucket_cap_mb=0.001, backend="aot_eager", split="forward")
     (warning,) = warnings_of(lambda: backward(model), times=3)
     assert "become ready all at once" in warning and "one node computes with gradients of both" in warning
 

@@ -116,17 +116,13 @@ def raise_in_backward(group: dist.ProcessGroup) -> None:
     after_one_iteration(make_model(group), lambda model: model.layers[0].weight.register_hook(refuse))
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Branches(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) if dist.get_rank() == 0 else self.right(x)
+        return self.layers[dist.get_rank()](x)
 
 
 def take_another_branch(group: dist.ProcessGroup) -> None:
-    model = ddp_compile(Branches(), process_group=group, backend="eager", bucket_cap_mb=1e-4)
+    model = ddp_compile(Branches(WIDTH, 2), process_group=group, backend="eager", bucket_cap_mb=1e-4)
     for _ in range(2):
         forward_and_backward(model)
 

@@ -215,20 +215,16 @@ def test_counts_and_clipping_are_measured() -> None:
     assert normalizes in str(model.explain())
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.branch = nn.Linear(33, 33), nn.Linear(33, 33)
-
+class Branches(Mlp):
     def forward(self, x: torch.Tensor, takes_branch: bool = False) -> torch.Tensor:
-        x = self.body(x)
-        return self.branch(x) if takes_branch else x
+        x = self.layers[0](x)
+        return self.layers[1](x) if takes_branch else x
 
 
 @on_ranks(2, eagerly=True)
 def test_step_that_raises() -> None:
     settings = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.004}
-    model: Any = ddp_compile(Branches(), **settings)
+    model: Any = ddp_compile(Branches(33, 2), **settings)
     for _ in range(2):
         model(torch.randn(6, 33)).sum().backward()
     measurement = model.measure(steps=3)

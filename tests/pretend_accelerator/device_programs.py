@@ -288,15 +288,11 @@ def host_waits() -> int:
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and the oracle: ``expected`` is "one process" with all batches, or "CPU ranks".
-
-    Args:
-        tolerance: Of the largest absolute difference of a parameter.
-    """
+    """A program, and the oracle: ``expected`` is "one process" with all batches, or "CPU ranks"."""
 
     run: Callable[[Where], Parameters]
     expected: str = "one process"
-    tolerance: float = 2e-6
+    tolerance: float = 2e-6  # of the largest absolute difference of a parameter
 
 
 def averaging(tolerance: float = 2e-6, **settings: Any) -> Program:
