@@ -243,16 +243,12 @@ def one_rank_measures(group: dist.ProcessGroup) -> None:
     train_step(model)
 
 
-def ranks_measure_differently(group: dist.ProcessGroup) -> None:
-    replicate(process_group=group).measure(steps=2 + dist.get_rank())
-
-
 @on_ranks(2)
 def test_rank_that_measures_alone() -> None:
     outcome = run_and_meet(one_rank_measures)
     assert "measure(steps=2) from iteration 2 on on rank 0, nothing on rank 1" in outcome
     assert outcome.startswith(("RanksDifferError", "ReductionError")[dist.get_rank()])
-    outcome = run_and_meet(ranks_measure_differently)
+    outcome = run_and_meet(lambda group: replicate(process_group=group).measure(steps=2 + dist.get_rank()))
     assert "RanksDifferError" in outcome and "measure(steps=2) from iteration 1 on on rank 0" in outcome
 
 

@@ -105,7 +105,7 @@ def load_for_cpu(name: str) -> ModuleType:
     module.__dict__.update(_on_cpu=_on_cpu, _no_cuda=_NO_CUDA)
     sys.modules[spec.name] = module  # unpickling looks up classes there
     exec(compile(for_cpu(source), file, "exec", dont_inherit=True), module.__dict__)
-    module.__dict__["init_multigpu_helper"] = _one_device_for_each_rank
+    module.__dict__["init_multigpu_helper"] = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
     return module
 
 
@@ -142,10 +142,6 @@ def _on_cpu(device: Any) -> Any:
     """The CPU for a GPU, by number, name or device; anything else is left."""
     is_number = isinstance(device, int) and not isinstance(device, bool)
     return torch.device("cpu") if is_number or str(device).startswith("cuda") else device
-
-
-def _one_device_for_each_rank(world_size: int, backend: str) -> dict[int, list[int]]:
-    return {rank: [rank] for rank in range(world_size)}
 
 
 def _nothing(*_: Any, **__: Any) -> None:
