@@ -86,10 +86,6 @@ def clamp_more_and_more(model: Any, x: Tensor, step: int) -> None:
     one_backward(model, x)
 
 
-def regulariser_built_after(model: Any, x: Tensor, step: int) -> None:
-    (loss_of(model(x)) + penalty(model)).backward()
-
-
 def regulariser_built_before(model: Any, x: Tensor, step: int) -> None:
     extra = penalty(model)
     (extra + loss_of(model(x))).backward()

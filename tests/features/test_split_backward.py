@@ -30,9 +30,6 @@ def replicated(split: str = "backward", make: Callable[[], nn.Module] = Residual
     return model
 
 
-MANY_ROWS = 2048
-
-
 def step(model: nn.Module, rows: int = 8) -> None:
     model.zero_grad()
     model(torch.ones(rows, WIDTH)).square().sum().backward()
