@@ -1,7 +1,5 @@
 """Train a replicated model beside DistributedDataParallel, or beside the plain module with averaged gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +49,13 @@ def beside_plain(make: Callable[[], nn.Module], device: str = "cpu", **settings:
 def own_batch(step: int, width: int, rows: int = 4) -> Tensor:
     torch.manual_seed(10 * step + dist.get_rank())
     return torch.randn(rows, width)
+
+
+def gathered(value: Any) -> list[Any]:
+    """The value of each rank."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, value)
+    return of_ranks
 
 
 def of_all_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -110,14 +115,7 @@ def train_beside(
 ) -> list[float]:
     """The `difference` of the two models after each step; a second one that is not replicated is averaged first.
 
-    Args:
-        models: Ours, and the reference.
-        step_of: What is done in a step with each model.
-        num_steps: Number of steps.
-        width: Columns of a batch.
-        rows: Rows of a batch.
-        set_to_none: How gradients are zeroed.
-        **sgd: Settings of the optimizers; without any, parameters stay.
+    Batches are of shape (rows, width). Without settings of ``sgd`` parameters stay.
     """
     optimizers = [torch.optim.SGD(model.parameters(), **sgd) for model in models] if sgd else []
     differences = []

@@ -4,8 +4,6 @@ The results do not change, except that inductor's C++ kernels have no vector ins
 is in the environment, as in ``make test-long``.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import traceback

@@ -1,7 +1,5 @@
 """The start of pytest. Fixtures that several kinds of tests share are in `shared_fixtures`."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

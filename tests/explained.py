@@ -1,7 +1,5 @@
 """Functions for ``python -m ddp_compile explain``, and the same models trained on real ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A manager of replicas that has the protocol of torchft's, over process groups of the test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist
@@ -21,11 +19,7 @@ class FakeManager:
         self._error: Exception | None = None
 
     def start_quorum(self, group: dist.ProcessGroup, num: int | None = None, heals_to: int | None = None) -> None:
-        """Begin a step of the replicas in ``group``, of which ``num`` take part, by default all.
-
-        Args:
-            heals_to: This replica takes no part, and `wait_quorum` brings it to this step.
-        """
+        """Begin a step of ``num`` replicas, by default all in ``group``; `wait_quorum` heals this one to a step."""
         self._group, self._heals_to, self._error = group, heals_to, None
         self._num = num or group.size()
 

@@ -1,7 +1,5 @@
 """Custom algorithms: an all-reduce in two halves, as sharded optimizers send it, and a config for any other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Selects the cases of a test for CI, if other tests or the fuzzer cover the other combinations."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

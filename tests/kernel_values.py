@@ -1,7 +1,5 @@
 """Values for the tests of the kernels, comparisons of results, and a way to run the reference."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,11 +41,7 @@ def values_of(
 
 
 def every_alignment(numels: Sequence[int], dtype: torch.dtype) -> tuple[list[Tensor], list[int], int]:
-    """Finite tensors of each size that begin at each of eight remainders of elements, and places that do.
-
-    Returns:
-        The tensors, the offsets of their places, with gaps between them, and the elements of the flat buffer.
-    """
+    """Finite tensors that begin at each of eight remainders of elements, offsets that do, and the buffer's elements."""
     tensors, offsets, end = [], [], 0
     for misaligned_by, remainder, numel in itertools.product(range(8), range(8), numels):
         tensors.append(values_of(numel, dtype, len(tensors), misaligned_by, FINITE, (-6, 4)))

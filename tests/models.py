@@ -1,7 +1,5 @@
 """Small models and data that the multi-process tests share."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -19,6 +17,15 @@ needs_ddp_to_keep_buffers = pytest.mark.skipif(
 )
 
 
+class TanhLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
 class Mlp(nn.Module):
     """About 0.4 MiB of gradients with odd sizes, none a multiple of the alignment."""
 
@@ -33,8 +40,6 @@ class Mlp(nn.Module):
 
 
 class Scaled(nn.Module):
-    """With a buffer."""
-
     def __init__(self, width: int, num_layers: int = 2) -> None:
         super().__init__()
         self.mlp = Mlp(width, num_layers)

@@ -1,7 +1,5 @@
 """Calls whose frames are in one block of memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any

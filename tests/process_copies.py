@@ -4,8 +4,6 @@ For tests that need a separate process, but not one that starts before torch is 
 under test.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

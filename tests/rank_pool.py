@@ -6,8 +6,6 @@ test gives to the pool must be at the top level of its module, so that the ranks
 has the defaults that it has here at the call, for fixtures that change one.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import gc
@@ -42,8 +40,6 @@ PROCESS_ENDED = "EOFError"  #: the kind of failure of a rank whose process is go
 
 
 class RankFailure(NamedTuple):
-    """The error that a rank raised."""
-
     kind: str
     message: str
     traceback: str
@@ -129,15 +125,17 @@ class RankPool:
             return RankFailure(PROCESS_ENDED, "the rank's process ended", "the rank's process ended")
 
 
-def on_ranks(world_size: int | None = None, **settings: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    world_size: int | None = None, eagerly: bool = False, **settings: float
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test whose body runs on each of `world_size` ranks, by default as many as its argument of that name says.
 
-    Args:
-        world_size: Number of ranks.
-        **settings: Passed to `RankPool.run`.
+    ``eagerly``, nothing is compiled; ``settings`` are those of `RankPool.run`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        body = torch.compiler.set_stance("force_eager")(body) if eagerly else body
+
         @functools.wraps(body)
         def test(ranks: Callable[[int], RankPool], **arguments: Any) -> None:
             ranks(world_size or arguments["world_size"]).run(_call_body, test, **settings, **arguments)

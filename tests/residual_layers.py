@@ -1,7 +1,5 @@
 """A model of six equal layers, for tests that count how many of six buckets are launched early."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Fixtures that several kinds of tests share."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Reports of steps that were not measured but computed: one link, transfers in order, known computation times."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,32 +25,19 @@ def plan_of(buckets: Sequence[tuple[Sequence[str], int]]) -> BucketPlan:
 
 @dataclass(kw_only=True)
 class Simulation:
-    """A training run whose transfers share one link.
+    """A training run whose transfers share one link."""
 
-    Args:
-        buckets: Names of the parameters of each bucket, and its bytes, in launch order.
-        ready: When each bucket is ready, in seconds since the step began.
-        latency_s: Of a transfer.
-        bytes_per_s: Of the link.
-        forward_s: When the backward begins.
-        late: Seconds by which ranks begin their backward later.
-        late_in: Share of the steps in which they do.
-        gathered: Whether buckets are gathered in the forward, the last one of the plan first, each just before its part
-            of the forward.
-        jitter: Each computation is longer by up to this share.
-    """
-
-    buckets: Sequence[tuple[Sequence[str], int]]
-    ready: Sequence[float]
+    buckets: Sequence[tuple[Sequence[str], int]]  # names of the parameters of each, and its bytes, in launch order
+    ready: Sequence[float]  # when each bucket is, in seconds since the step began
     ranks: int = 2
     steps: int = 20
-    latency_s: float = 0.001
-    bytes_per_s: float = 1e9
-    forward_s: float = 0.02
-    late: Mapping[int, float] = field(default_factory=dict)
-    late_in: float = 1.0
-    gathered: bool = False
-    jitter: float = 0.0
+    latency_s: float = 0.001  # of a transfer
+    bytes_per_s: float = 1e9  # of the link
+    forward_s: float = 0.02  # when the backward begins
+    late: Mapping[int, float] = field(default_factory=dict)  # seconds by which ranks begin their backward later
+    late_in: float = 1.0  # share of the steps in which they do
+    gathered: bool = False  # in the forward, the plan's last bucket first, each just before its part of the forward
+    jitter: float = 0.0  # each computation is longer by up to this share
     model: str = "GPT"
     clock_error_s: float = 0.0001
 
@@ -157,9 +142,6 @@ def many_buckets() -> StepReport:
         gathered=True,
         jitter=0.02,
     ).run()
-
-
-# Steps by hand.
 
 
 def reduce(

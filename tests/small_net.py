@@ -1,7 +1,5 @@
 """A network with a buffer, and the same one replicated, for tests of replicated modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ accelerator, its autograd starts a thread for each device and, once AOTAutograd 
 So nothing is warmed up there.
 """
 
-from __future__ import annotations
-
 import torch
 from cheap_compiles import make_compiles_cheap
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Ways to train: one table of models and steps that `train` compares with eager DistributedDataParallel."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple
@@ -86,10 +84,6 @@ def clamp_more_and_more(model: Any, x: Tensor, step: int) -> None:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(clamp_after_accumulation)
     one_backward(model, x)
-
-
-def regulariser_built_after(model: Any, x: Tensor, step: int) -> None:
-    (loss_of(model(x)) + penalty(model)).backward()
 
 
 def regulariser_built_before(model: Any, x: Tensor, step: int) -> None:
@@ -246,8 +240,6 @@ def with_batch_norm() -> nn.Module:
 
 
 class Way(NamedTuple):
-    """A way to train."""
-
     step: Step = one_backward
     #: Buckets launched inside compiled backwards in the last step under ``split="backward"``: three of an `Mlp` of four
     #: layers, since the last one is ready when the backward ends.
@@ -304,8 +296,6 @@ WAYS = {
 
 
 class Trained(NamedTuple):
-    """The results of training on one rank."""
-
     worst: float  #: largest relative difference of any gradient to the reference, bit for bit equal if 0
     num_early: tuple[int, ...]  #: buckets launched inside compiled backwards, for each step
 

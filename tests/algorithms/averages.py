@@ -1,7 +1,5 @@
 """The oracle of algorithms that average parameters: one process with the models of all ranks."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The oracle of gradients in eight bits, and QAdam with groups of settings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

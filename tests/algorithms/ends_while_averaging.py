@@ -7,8 +7,6 @@ each pair with the exit codes.
     python ends_while_averaging.py FOLDER SCENARIO ...
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """`CommAlgorithm.after_step`: an algorithm that writes its calls down, and one whose rank skips a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -130,8 +128,7 @@ def test_micro_batches_see_the_same_parameters(single_rank_group: None) -> None:
     assert calls == [["SGD"], [], ["SGD"]]
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_rank_that_skips_alone() -> None:
     """It accumulates in `no_sync` next, and the other one waits in its step."""
     model, optimizer = make_model(SlowMomentum(interval=1))

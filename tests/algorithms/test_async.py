@@ -1,7 +1,5 @@
 """Asynchronous model averaging: what a round does, which threads and ranks wait, and how it ends."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -71,8 +69,7 @@ class AddsOneSlowly(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("with_closure", only([True], [False, True]))
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_no_step_is_lost(with_closure: bool) -> None:
     """Averages keep the sum over the ranks."""
     num_steps = 60
@@ -95,8 +92,7 @@ def test_no_step_is_lost(with_closure: bool) -> None:
 
 
 @pytest.mark.parametrize("world_size", only([2], [1, 2, 3]))
-@on_ranks()
-@torch.compiler.set_stance("force_eager")
+@on_ranks(eagerly=True)
 def test_abort_and_resume(world_size: int) -> None:
     model = make_model(OFTEN, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -177,8 +173,7 @@ def add_one(model: nn.Module) -> None:
             parameter.add_(1.0)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_writes_by_hand() -> None:
     model = make_model(OFTEN, backend="eager")
     algorithm, begin, num_writes = model.comm_algorithm, flat_of(model), 200
@@ -202,8 +197,7 @@ def test_writes_by_hand() -> None:
     assert str(said.value).startswith(written)
 
 
-@on_ranks(2, timeout_s=1.0)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, timeout_s=1.0, eagerly=True)
 def test_pause_longer_than_timeout() -> None:
     """On one rank, for longer than collectives may take, while the other continues to train."""
     model = make_model(OFTEN, backend="eager")

@@ -1,7 +1,5 @@
 """Algorithms that average parameters: each step beside one process, nodes, ways to train, errors, and changes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from averages import Simulation, batch, error_of, make_adamw, make_model, on_nodes, train_step
-from beside import flat_of, is_same_everywhere, of_all_ranks, seeded
+from beside import flat_of, gathered, is_same_everywhere, of_all_ranks, seeded
 from compression import make_qadam
 from in_ci import only
 from models import Mlp, loss_of
@@ -36,8 +34,6 @@ from ddp_compile.runtime.algorithms import low_precision_decentralized as ring
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters
 
 STEPS = 7
-
-# Each step beside the simulation.
 
 
 def peers(size: int, num_exchanges: int) -> list[int]:
@@ -132,8 +128,7 @@ def check_invariants(algorithm: Any) -> None:
     if not hasattr(algorithm, "_left"):
         return
     size, rank = dist.get_world_size(), dist.get_rank()
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, algorithm.state_dict())
+    everyone = gathered(algorithm.state_dict())
     for mine, theirs in (("left", (rank - 1) % size), ("right", (rank + 1) % size)):
         for kept, own in zip(everyone[rank][mine], everyone[theirs]["own"], strict=True):
             assert torch.equal(kept, own)
@@ -169,8 +164,7 @@ def test_steps_match_simulation(name: str, world_size: int) -> None:
 ONE_BY_ONE = LowPrecisionDecentralized()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_ring_step_does_not_wait() -> None:
     """Rank 1 begins its step after rank 0 has told it that its own is done, and its next forward and backward too."""
     model, optimizer = make_model(ONE_BY_ONE, broadcast_buffers=False)
@@ -188,8 +182,7 @@ def test_ring_step_does_not_wait() -> None:
     check_invariants(model.comm_algorithm)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_detach_receives_what_is_under_way() -> None:
     """Parameters become their mean over the ranks although messages are under way."""
     model, optimizer = make_model(ONE_BY_ONE)
@@ -201,8 +194,7 @@ def test_detach_receives_what_is_under_way() -> None:
     assert (flat_of(model) - (first + second) / 2).abs().max() < 1e-6
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_loaded_parameters_are_not_rounded() -> None:
     model, _ = make_model(ONE_BY_ONE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -258,15 +250,11 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 }
 
 
-# Nodes.
-
-
 @pytest.mark.parametrize(
     ("sizes", "peers"),
     only([((2, 2), "shift_one"), ((1, 3), "all")], itertools.product([(2, 2), (1, 3), (4,)], ["all", "shift_one"])),
 )
-@on_ranks(4)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(4, eagerly=True)
 def test_nodes_count_by_their_ranks(sizes: tuple[int, ...], peers: Any) -> None:
     with on_nodes(*sizes):
         model, _ = make_model(Decentralized(peer_selection=peers, hierarchical=True))
@@ -279,8 +267,7 @@ def test_nodes_count_by_their_ranks(sizes: tuple[int, ...], peers: Any) -> None:
         assert (flat_of(model) - expected).abs().max() < 1e-5
 
 
-@on_ranks(4)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(4, eagerly=True)
 def test_ring_of_nodes() -> None:
     with on_nodes(2, 2):
         model, optimizer = make_model(LowPrecisionDecentralized(hierarchical=True))
@@ -291,16 +278,12 @@ def test_ring_of_nodes() -> None:
     assert 0 < (everyone[0] - everyone[2]).abs().max() < 0.1
 
 
-# Checkpoints.
-
-
 def make_with_optimizer(name: str) -> tuple[Any, torch.optim.Optimizer]:
     return make_qadam(seeded(lambda: Mlp(17, 2))) if name == "QAdam" else make_model(ALGORITHMS[name])
 
 
 @pytest.mark.parametrize("name", only(["shift_one", "low precision", "DiLoCo", "QAdam"], [*ALGORITHMS, "QAdam"]))
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_resumes_in_mid_cycle(name: str) -> None:
     whole, optimizer = make_with_optimizer(name)
     states = {}
@@ -321,8 +304,7 @@ def test_resumes_in_mid_cycle(name: str) -> None:
 
 
 @pytest.mark.parametrize("config", [LocalSGD(period=1), LowPrecisionDecentralized()])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_step_after_its_exchange_is_refused(config: AlgorithmConfig) -> None:
     """A forward, or a checkpoint, between a backward and its step has taken the step for skipped."""
     model, optimizer = make_model(config)
@@ -386,8 +368,7 @@ def test_compiled_and_fused_steps_are_noticed() -> None:
     assert (ends[0] - torch.stack(ends)).abs().max() < 1e-4
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_averaging_in_place_after_a_closure() -> None:
     torch.manual_seed(0)
     model: Any = ddp_compile(Mlp(17, 4), algorithm=LocalSGD(period=1), backend="eager")
@@ -411,8 +392,7 @@ def test_averaging_in_place_after_a_closure() -> None:
 
 
 @pytest.mark.parametrize("config", [Decentralized(), LowPrecisionDecentralized()], ids=["all", "low precision"])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> None:
     model, _ = make_model(config)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -425,9 +405,6 @@ def test_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> None:
 
     said = error_of(ReplicationError, lambda: optimizer.step(closure))
     assert said.startswith("a step of LBFGS calls its closure again. With the")
-
-
-# Errors, and changes of the algorithm.
 
 
 @on_ranks(2)
@@ -449,8 +426,7 @@ def test_errors() -> None:
     dtype = error_of(ReplicationError, lambda: ddp_compile(complex_model, algorithm=Decentralized()))
     assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
     model, _ = make_model(RING)
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, model.comm_algorithm.state_dict())
+    states = gathered(model.comm_algorithm.state_dict())
     for state, says in (
         ({"algorithm": "another"}, "was given the state of another, but needs that of"),
         (states[1 - rank], f"was given the state of rank {1 - rank} of 2, which has other neighbors"),

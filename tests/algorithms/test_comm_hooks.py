@@ -1,7 +1,5 @@
 """Comm hooks, torch's own and others, of gradients and of buffers, against eager DDP with the same hook."""
 
-from __future__ import annotations
-
 import copy
 import time
 import weakref
@@ -13,21 +11,10 @@ import torch
 import torch.distributed as dist
 from beside import beside_plain, difference, one_backward, own_batch, pair, train_beside
 from in_ci import only
-from models import (
-    Mlp,
-    assert_buckets_launched_early,
-    largest,
-    loss_of,
-    needs_ddp_to_keep_buffers,
-    relative_difference,
-)
+from models import Mlp, assert_buckets_launched_early, largest, loss_of, needs_ddp_to_keep_buffers, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    default_hooks,
-    post_localSGD_hook,
-    powerSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 from ddp_compile import RanksDifferError, ddp_compile
@@ -84,7 +71,7 @@ HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
 def waiting(hook: Hook) -> Hook:
     """For DistributedDataParallel, which hangs on gloo if callbacks of two buckets start collectives.
 
-    It also takes only functions, on the CPU none that is named bf16_compress_hook, and no annotations that are text.
+    It also takes only functions, and on the CPU none that is named bf16_compress_hook.
     """
 
     def wait(state, bucket):
@@ -188,8 +175,7 @@ def train_with_hooks(num_before: int, hook: Hook | None, state: Any = None) -> f
         (1, default_hooks.fp16_compress_hook, "comm hook fp16_compress_hook on rank 1"),
     ],
 )
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_different_hooks_raise_on_every_rank(num_before: int, other: Hook | None, said: str) -> None:
     with pytest.raises(RanksDifferError, match=f"comm hook allreduce_hook on rank 0, {said}") as raised:
         train_with_hooks(num_before, other if dist.get_rank() else default_hooks.allreduce_hook)
@@ -197,8 +183,7 @@ def test_different_hooks_raise_on_every_rank(num_before: int, other: Hook | None
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_hooks_of_one_class_are_equal(num_before: int) -> None:
     padding = [object() for _ in range(1000 * dist.get_rank())]  # so that the ranks' objects have other addresses
     assert train_with_hooks(num_before, Counting(), {"padding": padding}) < 1e-6

@@ -1,7 +1,5 @@
 """Gradients sent in fewer bytes, reduced inside nodes first, or added up at their owner, beside one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -126,8 +124,7 @@ def test_join(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool) ->
 
 @pytest.mark.parametrize("value", only([float("-inf")], [float("inf"), float("-inf")]))
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_non_finite_gradients_on_every_rank(algorithm: AlgorithmConfig, value: float) -> None:
     torch.manual_seed(3)
     model = ddp_compile(nn.Linear(5, 5), algorithm=algorithm, backend="eager")
@@ -149,8 +146,7 @@ def test_float64_is_refused() -> None:
         ddp_compile(nn.Linear(2, 2).double(), algorithm=ByteGrad())
 
 
-@on_ranks(4)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(4, eagerly=True)
 def test_factor_is_split_around_the_sum() -> None:
     """With four ranks by 2 before and 2 after it; the smallest number of float16 is 2**-24."""
     for value, expected in ((30000.0, 30000.0), (40000.0, float("inf")), (2.0**-23, 2.0**-23)):

@@ -1,12 +1,11 @@
 """The algorithms of the examples: what each sends and keeps, beside one process, and that it resumes."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +29,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 WIDTH, RATIO = 9, 0.1
 
 
-class Reversed(nn.Module):
+class Reversed(Mlp):
     """In no graph, and not used in the order of registration: its buckets are packed again after the first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.middle, self.first = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
 
 
-def mlp() -> nn.Module:
-    return Mlp(WIDTH, 3)
-
-
-WAYS = [(mlp, "backward", "aot_eager"), (mlp, "forward", "aot_eager"), (Reversed, "none", "eager")]
+WAYS = [(Mlp, "backward", "aot_eager"), (Mlp, "forward", "aot_eager"), (Reversed, "none", "eager")]
 
 
 def replicated(plain: nn.Module, split: str, backend: str) -> Any:
@@ -73,7 +66,7 @@ def train(model: nn.Module, steps: Iterable[int]) -> Iterator[tuple[int, dict[st
 @on_ranks()
 def test_largest_values_are_sent_and_others_kept(world_size: int) -> None:
     for make, *settings in WAYS:
-        plain = seeded(make)
+        plain = seeded(partial(make, WIDTH, 3))
         model = replicated(plain, *settings)
         kept = {name: torch.zeros(p.numel()) for name, p in plain.named_parameters()}
         for step, reduced in train(model, range(4)):
@@ -97,7 +90,7 @@ def test_largest_values_are_sent_and_others_kept(world_size: int) -> None:
 @on_ranks(2)
 def test_resumes_from_its_state() -> None:
     """Four steps without a break, with one, and with one after which the residuals are zero again."""
-    plain, (_, *settings) = seeded(mlp), WAYS[0]
+    plain, (_, *settings) = seeded(lambda: Mlp(WIDTH, 3)), WAYS[0]
     ends = []
     for factor in (None, 1.0, 0.0):
         model = replicated(plain, *settings)
@@ -111,12 +104,8 @@ def test_resumes_from_its_state() -> None:
     assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
 
 
-# `examples/parameter_algorithm.py`.
-
-
 @pytest.mark.parametrize("world_size", only([3], [1, 2, 3]))
-@on_ranks()
-@torch.compiler.set_stance("force_eager")
+@on_ranks(eagerly=True)
 def test_slow_momentum_matches_one_process(world_size: int) -> None:
     settings = SlowMomentum(interval=3, momentum=0.7)
     model, optimizer = make_model(settings)
@@ -145,9 +134,6 @@ def test_slow_momentum_matches_one_process(world_size: int) -> None:
     for step in range(5, 7):
         train_step(again, optimizer, step)
     assert torch.equal(flat_of(again), flat_of(model))
-
-
-# Both as scripts.
 
 
 def found_in_output(script: str, pattern: str) -> list[Any]:

@@ -1,7 +1,5 @@
 """DiLoCo, compared with one process that has all ranks and ``torch.optim.SGD`` for the outer optimizer."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
@@ -35,9 +33,6 @@ CASES = {
     "all of it": BYTES,
     "after warm-up": DiLoCo(sync_every=2, fragments=3, warmup_steps=2),
 }
-
-
-# The reference.
 
 
 class Part(NamedTuple):
@@ -126,8 +121,7 @@ IN_CI = [("fragments", 3), ("bfloat16", 2), ("eight bits", 2), ("all of it", 3),
 
 
 @pytest.mark.parametrize(("name", "world_size"), only(IN_CI, EVERYWHERE))
-@on_ranks()
-@torch.compiler.set_stance("force_eager")
+@on_ranks(eagerly=True)
 def test_steps_match_simulation(name: str, world_size: int) -> None:
     """Looked at right after the optimizer's step. What the outer optimizer keeps is the same on every rank, bit by
     bit."""
@@ -147,8 +141,7 @@ def test_steps_match_simulation(name: str, world_size: int) -> None:
     assert (outer - begin).count_nonzero() > 1000
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_loaded_parameters_begin_anew() -> None:
     """Each rank loads its own of the middle of a cycle; without the state of the algorithm they become the mean."""
     model, optimizer = make_model(BYTES)
@@ -163,8 +156,7 @@ def test_loaded_parameters_begin_anew() -> None:
 
 
 @pytest.mark.parametrize(("steps_before", "warmup_steps"), [(2, 1), (4, 6)], ids=["fewer", "more"])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_resumes_with_another_warm_up(steps_before: int, warmup_steps: int) -> None:
     """The first cycle begins with what warm-up, of three steps before, has reached."""
     config = DiLoCo(sync_every=2, warmup_steps=3, outer_lr=1.0, outer_momentum=0.0)
@@ -185,11 +177,7 @@ def test_resumes_with_another_warm_up(steps_before: int, warmup_steps: int) -> N
     assert (flat_of(model) - before).abs().max() < 2.5 * optimizer.param_groups[0]["lr"]
 
 
-# Errors.
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_errors() -> None:
     at = f"rank {dist.get_rank()}: "
     of_eight = error_of(ReplicationError, lambda: make_model(DiLoCo(sync_every=9, fragments=9)))
@@ -207,8 +195,7 @@ def test_errors() -> None:
     dist.barrier()  # a rank that leaves closes connections that the other one may still be making
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_optimizer_of_other_parameters_is_refused() -> None:
     """Over a copy of the model, or without a part of it."""
     at = f"rank {dist.get_rank()}: 2 steps of the DiLoCo"

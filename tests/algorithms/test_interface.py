@@ -1,7 +1,5 @@
 """A user's algorithm trains like DistributedDataParallel in every way; other objects are refused."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator
@@ -175,13 +173,9 @@ def test_other_objects_are_refused() -> None:
     assert "weight" in sparse
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
+class TwoHeads(Mlp):
     def forward(self, x: Any) -> Any:
-        return self.first(x), self.second(x)
+        return self.layers[0](x), self.layers[1](x)
 
 
 @on_ranks(2)
@@ -194,7 +188,7 @@ def test_ranks_wait_at_different_times() -> None:
         for loss in [sum(losses)] if dist.get_rank() == 0 else losses[::-1]:
             loss.backward()
 
-    assert largest(train_beside(beside_plain(TwoHeads, **settings), step_of, width=8)) < 1e-6
+    assert largest(train_beside(beside_plain(lambda: TwoHeads(8, 2), **settings), step_of, width=8)) < 1e-6
 
 
 @on_ranks(2)
@@ -302,14 +296,14 @@ class SumOverRanks(torch.autograd.Function):
 class WithCollective(TwoHeads):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return SumOverRanks.apply(self.first(x)), self.second(x)
+        return SumOverRanks.apply(self.layers[0](x)), self.layers[1](x)
 
 
 @on_ranks(2)
 def test_collectives_in_backward() -> None:
     """One backward for both outputs, or one for each; that of the first output has an all-reduce of its own."""
     settings = {"algorithm": ByteGrad(), "backend": "eager", "split": "none", "bucket_cap_mb": 1e-4}
-    models = beside_plain(WithCollective, **settings)
+    models = beside_plain(lambda: WithCollective(8, 2), **settings)
 
     def step_of(model: nn.Module, x: Tensor, step: int) -> None:
         losses = [output.square().sum() for output in model(x)]

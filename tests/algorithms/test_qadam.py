@@ -143,11 +143,7 @@ def difference_of_momenta(pairs: list[tuple[Any, Any]]) -> float:
     )
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(4))
-
+class Branches(Mlp):
     def forward(self, x: Tensor, branch: int) -> Tensor:
         return self.layers[0](torch.tanh(self.layers[1 + branch](x)))
 
@@ -156,7 +152,7 @@ class Branches(nn.Module):
 @on_ranks(2)
 def test_unused_parameters(set_to_none: bool) -> None:
     """Ranks take different branches, or in some steps the same one, and no rank the last one."""
-    pairs = both(Branches, 4, find_unused_parameters=True)
+    pairs = both(lambda: Branches(33, 4), 4, find_unused_parameters=True)
     for step in range(8):
         x, branch = own_batch(step, 33, 6), 0 if step % 3 == 1 else (step + dist.get_rank()) % 2
         for each, its in pairs:
@@ -292,9 +288,6 @@ def test_errors_of_steps() -> None:
             group["num_steps"] = 1
     another = error_of(RanksDifferError, lambda: step(model, again))
     assert "gradients, in warm-up" in another and "momenta" in another
-
-
-# The optimizer alone, without other ranks.
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Models and implementations that tests of the harness name as ``bench_entries:function``."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

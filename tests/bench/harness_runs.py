@@ -1,7 +1,5 @@
 """Runs of the benchmark with a tiny model, and their results."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

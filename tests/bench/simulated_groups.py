@@ -1,7 +1,5 @@
 """Simulated process groups for tests, and how long something takes in them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The command line of `bench`: it can be run again, and its help names what there is."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 

@@ -1,7 +1,5 @@
 """How runs end: cleanup that an interrupt must not stop, messages, refusals at the start, and nothing left behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

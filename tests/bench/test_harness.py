@@ -1,7 +1,5 @@
 """Whole runs of the harness: what it measures, how it handles failures, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io
@@ -29,8 +27,6 @@ needs_links = pytest.mark.skipif(unavailable_reason() is not None, reason=f"no r
 
 
 class Measured(NamedTuple):
-    """A run that has ended well."""
-
     stdout: str
     folder: Path
 

@@ -1,7 +1,5 @@
 """Slow links between ranks: their rates, and that they leave nothing behind, however the process ends."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

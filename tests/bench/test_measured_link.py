@@ -1,7 +1,5 @@
 """What ``model.measure()`` says where the truth is known: layers that sleep, on a simulated link."""
 
-from __future__ import annotations
-
 import time
 from statistics import fmean, median
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark with Muon: which parameters it steps, in which precision, and sharded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from simulated_groups import FAST, simulated_group

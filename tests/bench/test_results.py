@@ -1,7 +1,5 @@
 """The arithmetic of the summary, on figures made by hand, and the files of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from ddp_compile.bench.results import CaseResult, ideal_step_s, median_ratio, summarize

@@ -1,23 +1,12 @@
 """The simulated link: how long a transfer takes, and its results. When it is hidden: `test_measured_link`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_groups import (
-    FAST,
-    PAYLOAD_BYTES,
-    SLOW,
-    SLOW_S,
-    WORLD_SIZE,
-    payload,
-    shortest_s,
-    simulated_group,
-)
+from simulated_groups import FAST, PAYLOAD_BYTES, SLOW, SLOW_S, WORLD_SIZE, payload, shortest_s, simulated_group
 from torch import Tensor
 
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group, set_link_model
@@ -46,9 +35,6 @@ def test_bad_input_is_refused_by_name(make: Callable[[], Any], message: str) -> 
     assert not dist.is_initialized()
 
 
-# Time
-
-
 @pytest.mark.parametrize(
     ("send", "seconds"),
     [
@@ -74,9 +60,6 @@ def test_rate_changes_but_not_world_size() -> None:
         assert shortest_s(lambda: dist.all_reduce(tensor)) < SLOW_S / 4
         with pytest.raises(ValueError, match="world_size=8 must stay 4"):
             set_link_model(LinkModel.from_rate(1e9, world_size=8))
-
-
-# What is in the tensors
 
 
 @pytest.mark.parametrize(("op", "expected"), [("SUM", 12.0), ("AVG", 3.0), ("MIN", 3.0), ("MAX", 3.0)])

@@ -1,12 +1,11 @@
 """The benchmark's ``--tokens`` and ``--clip``: every implementation trains what one process trains."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import gathered
 from rank_pool import on_ranks
 from simulated_groups import SLOW, simulated_group
 
@@ -27,15 +26,13 @@ def workload() -> Workload:
 
 
 @pytest.mark.long
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_trains_the_mean_over_tokens() -> None:
     for name in ("ddp-eager", "functional", "ddp_compile-forward", "ddp_compile-sharded"):
         ours, reference = workload(), workload()
         built = implementation_named(name)(ours.model, Case(implementation=name))
         training = Training(built, ours.model, ours, SETTINGS, dist.get_rank(), MICRO_BATCHES)
-        of_ranks: list = [None, None]
-        dist.all_gather_object(of_ranks, training.batches)
+        of_ranks = gathered(training.batches)
         (optimizer,) = make_optimizers("sgd", reference.model)
         for step in range(STEPS):
             training.step()

@@ -1,7 +1,5 @@
 """The harness's training loop and its models."""
 
-from __future__ import annotations
-
 import bench_entries
 import pytest
 import torch

@@ -5,8 +5,6 @@ passed on to pytest. The first row is of the tests of CI, except those with indu
 those of packages and examples; the others are of what stands for a GPU where there is none.
 """
 
-from __future__ import annotations
-
 import datetime
 import re
 import subprocess

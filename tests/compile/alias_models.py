@@ -1,7 +1,5 @@
 """Models in which values share memory: every kind of view, of every kind of value, across the places of cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,10 +82,7 @@ def scalar_of(value: Tensor) -> Tensor:
 class SharedMemory(nn.Module):
     """Views of one value are made after the first of three layers and used after the second and the third.
 
-    Args:
-        source: In `SOURCES`.
-        operations: In `OPERATIONS`.
-        returned: Whether the value and its views are outputs, too.
+    The value is one of `SOURCES`; if ``returned``, it and its views are outputs, too.
     """
 
     def __init__(self, source: str, with_gradients: bool, operations: Sequence[str], returned: bool) -> None:

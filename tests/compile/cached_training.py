@@ -1,7 +1,5 @@
 """Trains models in a separate process and prints, as JSON, what compile caches and reducers did."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -6,8 +6,6 @@ lost if the view and its base are both returned; and in ``y = h.t(); return y, y
 Whether a single output is a view (``_base``) may differ, since that shows nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Compiled backwards that hand over buckets, through torch's caches: nothing is lost or mixed up."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

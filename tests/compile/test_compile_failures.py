@@ -3,8 +3,6 @@
 One rank is enough here. A failure on one of several ranks is in tests/desync/test_exceptions.py.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Which forwards without gradients are compiled: those of evaluation, and those of ``generate`` only if requested."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Iterator

@@ -1,11 +1,8 @@
 """A graph break that leaves the module's own code to Python: what is compiled inside, and the messages."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
-import logging
 import pickle
 import weakref
 from collections.abc import Callable
@@ -15,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from warned import warnings_of
 
 from ddp_compile import ddp_compile
 
@@ -107,13 +105,6 @@ def line_of(function: Callable[..., Any], text: str) -> str:
     return f"{__file__}:{first + offset}"
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture, train: Callable[[], None], times: int = 2) -> list[str]:
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        for _ in range(times):
-            train()
-    return [record.getMessage() for record in caplog.records if record.name.startswith("ddp_compile")]
-
-
 def assert_computes_the_same(model: nn.Module, plain: nn.Module) -> None:
     x = torch.randn(4, WIDTH)
     for each in (model, plain):
@@ -130,13 +121,11 @@ def assert_computes_the_same(model: nn.Module, plain: nn.Module) -> None:
     [(Loop, "print("), (lambda: Loop(CalledByItsClass), "print(")],
     ids=["print", "call of the class"],
 )
-def test_blocks_after_graph_break_share_a_graph(
-    make: Callable[[], Any], breaking: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_after_graph_break_share_a_graph(make: Callable[[], Any], breaking: str) -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(make(), backend=counter, compile_evaluation=False)
     plain = copy.deepcopy(model)
-    (warning,) = warnings_of(caplog, lambda: assert_computes_the_same(model, plain), times=3)
+    (warning,) = warnings_of(lambda: assert_computes_the_same(model, plain), times=3)
     assert counter.frame_count == 2  # the first block's input requires no gradient
     place = line_of(type(plain).forward, breaking)
     for said in (warning, str(model.explain())):
@@ -154,19 +143,19 @@ def test_first_graph_break_is_quoted() -> None:
     assert first.endswith(line_of(ChoosesByValues.forward, "print("))
 
 
-def test_warning_if_nothing_was_compiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_if_nothing_was_compiled() -> None:
     model: Any = ddp_compile(Loop(lambda: nn.Linear(WIDTH, WIDTH)), backend="eager")
-    (warning,) = warnings_of(caplog, lambda: backward(model))
+    (warning,) = warnings_of(lambda: backward(model), times=2)
     assert "nothing was compiled" in warning
     assert f"at {line_of(Loop.forward, 'print(')}." in warning
 
 
 @pytest.mark.parametrize("make_block", [Block, CalledByItsClass])
-def test_inlined_blocks_are_no_regions(make_block: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+def test_inlined_blocks_are_no_regions(make_block: Callable[[], nn.Module]) -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(Broken(make_block), backend=counter, bucket_cap_mb=1e-4)
     plain = copy.deepcopy(model)
-    assert warnings_of(caplog, lambda: assert_computes_the_same(model, plain)) == []
+    assert warnings_of(lambda: assert_computes_the_same(model, plain), times=2) == []
     assert "region" not in str(model.explain())
     assert line_of(Broken.forward, "print(") in str(model.explain())
     assert {bucket.frame for bucket in model.bucket_plan.buckets} == {0}

@@ -1,7 +1,5 @@
 """The operator with which compiled code hands over buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The README's statements about ``torch.compile(DistributedDataParallel(module))``, for the torch that they name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The setting for that came after torch 2.13. So a setting that does not affect these graphs stands in for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any

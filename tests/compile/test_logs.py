@@ -1,8 +1,5 @@
 """What users see: the output of TORCH_LOGS, and warnings."""
 
-from __future__ import annotations
-
-import logging
 import os
 import re
 import subprocess
@@ -13,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import Mlp
 from process_copies import run_in_copy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from warned import warnings_of
 
 import ddp_compile.module.explanation as explanation
 from ddp_compile import ddp_compile
@@ -77,13 +76,6 @@ def test_silent_by_default() -> None:
     assert (ended.exit_code, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture, train: Callable[[], Any], times: int = 3) -> list[str]:
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        for _ in range(times):
-            train()
-    return [record.getMessage() for record in caplog.records if record.name.startswith("ddp_compile")]
-
-
 def backward(model: Any, width: int = 64) -> None:
     model(torch.randn(2, width)).sum().backward()
 
@@ -94,18 +86,14 @@ def two_ranks_in_name_only(monkeypatch: pytest.MonkeyPatch, single_rank_group: N
     monkeypatch.setattr(explanation, "_needs_overlap", lambda process_group: True)
 
 
-class CheckpointedWhole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-
+class CheckpointedWhole(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False)
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def test_uncut_model_warns_once(two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture) -> None:
-    model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=0.001, backend="aot_eager", split="forward")
-    (warning,) = warnings_of(caplog, lambda: backward(model))
+def test_uncut_model_warns_once(two_ranks_in_name_only: None) -> None:
+    model = ddp_compile(CheckpointedWhole(64, 3), bucket_cap_mb=0.001, backend="aot_eager", split="forward")
+    (warning,) = warnings_of(lambda: backward(model), times=3)
     assert "become ready all at once" in warning and "one node computes with gradients of both" in warning
 
 
@@ -121,22 +109,19 @@ class WithBatchNorm(nn.Module):
 @pytest.mark.parametrize("evaluates", [True, False])
 @pytest.mark.parametrize("train", [lambda model, x: model.net(x), lambda model, x: model.forward(x)])
 def test_uncalled_model_warns(
-    train: Callable[[Any, Tensor], Tensor],
-    evaluates: bool,
-    two_ranks_in_name_only: None,
-    caplog: pytest.LogCaptureFixture,
+    train: Callable[[Any, Tensor], Tensor], evaluates: bool, two_ranks_in_name_only: None
 ) -> None:
     model = ddp_compile(WithBatchNorm(), bucket_cap_mb=0.001, backend="eager")
     if evaluates:
         with torch.no_grad():
             model.eval()(torch.randn(2, 64))
         model.train()
-    (warning,) = warnings_of(caplog, lambda: train(model, torch.randn(2, 64)).sum().backward())
+    (warning,) = warnings_of(lambda: train(model, torch.randn(2, 64)).sum().backward(), times=3)
     assert "the module itself has not been called for training" in warning and "no buffers are broadcast" in warning
 
 
 @pytest.mark.parametrize("is_called", [True, False])
-def test_training_a_part_warns(is_called: bool, single_rank_group: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_a_part_warns(is_called: bool, single_rank_group: None) -> None:
     model = ddp_compile(WithBatchNorm(), backend="eager")
 
     def train() -> None:
@@ -144,6 +129,6 @@ def test_training_a_part_warns(is_called: bool, single_rank_group: None, caplog:
         if is_called:  # the above is a regularizer then
             backward(model)
 
-    warnings = warnings_of(caplog, train, times=10)
+    warnings = warnings_of(train, times=10)
     assert len(warnings) == (not is_called)
     assert is_called or "the last one of 4 of 6 parameters" in warnings[0]

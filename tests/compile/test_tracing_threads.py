@@ -1,7 +1,5 @@
 """A module that is called while another thread of the process traces a graph."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Graphs for which AOTAutograd's cache would answer wrongly: trained twice, the second time with a full cache."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

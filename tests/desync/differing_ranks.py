@@ -1,7 +1,5 @@
 """Runs what ranks that differ do, in a process group of its own."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import timedelta

@@ -3,8 +3,6 @@
 The server resumes when the interpreter ends. Then a thread that still waits for it is in danger.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Ranks that differ get an error that names rank and difference. `tests/fuzz` goes through the kinds of differences."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +15,6 @@ from torch.nn import Parameter
 from ddp_compile import GradientSpec, ddp_compile, plan_buckets
 from ddp_compile.errors import DDPCompileError, RanksDifferError
 from ddp_compile.runtime.desync.local_steps import LocalSteps
-
-# Two models in one process group
 
 
 def two_models_in_another_order(first: int, settings: dict[str, Any]) -> list[Any]:
@@ -66,8 +62,7 @@ class WithBuffer(nn.Linear):
         self.register_buffer("scale", torch.ones(4))
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_buffers_in_another_order() -> None:
     models = [ddp_compile(WithBuffer(), backend="eager") for _ in range(2)]
 
@@ -105,9 +100,7 @@ def test_plan_of_another_model(ranks: Ranks) -> None:
 @on_ranks(2)
 def test_saved_plans_that_differ() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        gradients = [
-            GradientSpec(i, name, numel, "float32", "cpu") for i, name, numel in ((0, "weight", 16), (1, "bias", 4))
-        ]
+        gradients = [GradientSpec(i, name, n, "float32", "cpu") for i, name, n in ((0, "weight", 16), (1, "bias", 4))]
         for cap_bytes in (4, 400):
             plan_buckets(gradients[::-1], cap_bytes).save(f"{folder}/{cap_bytes}")
         model = ddp_compile(nn.Linear(4, 4), backend="eager", bucket_plan=f"{folder}/4")
@@ -180,9 +173,6 @@ def test_parameters_that_one_rank_shares() -> None:
     message = str(raised.value)
     assert "another replicated module reduces=none on rank 0" in message
     assert "1.weight is 0.weight of a Sequential" in message
-
-
-# Steps of optimizers with gradients from ``no_sync``
 
 
 def step(parameter: Parameter, **settings: bool) -> None:

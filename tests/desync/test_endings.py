@@ -1,7 +1,5 @@
 """Ranks that end, or let the model go, before the others have heard from them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -192,8 +190,7 @@ def in_group_with_tcp_store() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_agreement_points_leave_one_counter() -> None:
     in_group_with_tcp_store()
     model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager")

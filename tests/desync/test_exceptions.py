@@ -4,8 +4,6 @@ If the step continues, it is compared with the mean over ranks of the plain modu
 refuses, the model is made again in a new process group, as the error says, and compared then.
 """
 
-from __future__ import annotations
-
 import _thread
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """Parameters that differ between the ranks are found at the next agreement point, and most ranks can repair them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from beside import gathered
 from in_ci import only
 from models import Mlp, loss_of
 from rank_pool import on_ranks
@@ -68,8 +67,6 @@ def compared_every(num_iterations: int) -> Iterator[None]:
 
 
 class Training:
-    """A small model that trains on this rank."""
-
     def __init__(self, **settings: Any) -> None:
         torch.manual_seed(0)
         settings = {"bucket_cap_mb": 4e-4, "backend": "eager", **settings}
@@ -99,8 +96,7 @@ def flip_on(training: Training, rank: int, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("split", only(["forward"], ["forward", "backward", "none"]))
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_flipped_bits_are_named(split: str) -> None:
     training, rank = Training(split=split), 1
     for _ in range(4):
@@ -134,8 +130,7 @@ def test_two_ranks_have_no_majority() -> None:
 
 
 @pytest.mark.parametrize("num_flips", only([6], [6, 1000]))
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_repair(num_flips: int) -> None:
     rng = random.Random(3)
     with compared_every(1):
@@ -147,9 +142,7 @@ def test_repair(num_flips: int) -> None:
             messages = messages_of(training.step)
             assert any(f"those on rank {rank} differ" in message for message in messages), (rank, messages)
             assert messages_of(training.step) == []
-            found: list[Any] = [None] * 3
-            dist.all_gather_object(found, training.bytes())
-            assert len(set(found)) == 1
+            assert len(set(gathered(training.bytes()))) == 1
             for parameter in training.model.parameters():  # a flipped exponent may have made an average infinite
                 torch.nan_to_num_(parameter.detach(), 0.0, 1.0, -1.0).clamp_(-1.0, 1.0)
 
@@ -160,8 +153,7 @@ def messages_of(function: Callable[[], None]) -> list[str]:
     return [call.args[0] % call.args[1:] for call in warned.call_args_list]
 
 
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_states_that_differ_are_not_repaired() -> None:
     with compared_every(2):
         training = Training(check_replicas="repair")
@@ -180,8 +172,7 @@ def left_out(training: Training) -> None:
         training.step()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_replicas_that_differ_on_purpose() -> None:
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -202,8 +193,7 @@ def test_replicas_that_differ_on_purpose() -> None:
 
 
 @pytest.mark.parametrize("stepped", only([0], [0, 2]))
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_steps_left_out_and_repeated(stepped: int) -> None:
     training = Training()
     training.step()

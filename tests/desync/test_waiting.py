@@ -4,8 +4,6 @@ The expected errors of two ranks come at different times. So that neither sees t
 wait for each other in a separate group afterward.
 """
 
-from __future__ import annotations
-
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -118,17 +116,13 @@ def raise_in_backward(group: dist.ProcessGroup) -> None:
     after_one_iteration(make_model(group), lambda model: model.layers[0].weight.register_hook(refuse))
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Branches(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) if dist.get_rank() == 0 else self.right(x)
+        return self.layers[dist.get_rank()](x)
 
 
 def take_another_branch(group: dist.ProcessGroup) -> None:
-    model = ddp_compile(Branches(), process_group=group, backend="eager", bucket_cap_mb=1e-4)
+    model = ddp_compile(Branches(WIDTH, 2), process_group=group, backend="eager", bucket_cap_mb=1e-4)
     for _ in range(2):
         forward_and_backward(model)
 
@@ -196,10 +190,7 @@ def said_by_ranks(
     ],
 )
 def test_error_says_where_ranks_stand(
-    scenario: Scenario,
-    culprit_stood: str,
-    culprit_raised: str,
-    said_by_ranks: dict[Scenario, Future[list[str]]],
+    scenario: Scenario, culprit_stood: str, culprit_raised: str, said_by_ranks: dict[Scenario, Future[list[str]]]
 ) -> None:
     waiting, culprit = said_by_ranks[scenario].result()
     assert waiting.startswith("ReductionError: rank 0: ") and culprit.startswith(culprit_raised)
@@ -210,9 +201,7 @@ def test_error_says_where_ranks_stand(
         assert "bucket 0" in waiting and "layers.1.bias" in waiting
 
 
-def test_failed_broadcast_of_buffers(
-    said_by_ranks: dict[Scenario, Future[list[str]]],
-) -> None:
+def test_failed_broadcast_of_buffers(said_by_ranks: dict[Scenario, Future[list[str]]]) -> None:
     late, waiting = said_by_ranks[late_for_the_broadcast].result()
     assert late == "nothing"
     assert waiting.startswith("ReductionError: rank 1: the broadcast of 3 buffers from rank 0")

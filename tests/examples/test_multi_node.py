@@ -1,7 +1,5 @@
 """The script of docs/integrations.md, with stand-ins for SLURM's commands: two machines, which are both this one."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The example trains, writes its files, and continues from a checkpoint as if it had never stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

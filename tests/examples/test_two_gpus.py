@@ -1,7 +1,5 @@
 """The notebook for two GPUs runs, here on two CPU ranks, and says what its text says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

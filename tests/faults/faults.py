@@ -1,7 +1,5 @@
 """Runs a training under torchrun while something happens to it, and says how it ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -31,8 +29,6 @@ class Life(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run that is over."""
-
     exit_code: int
     seconds: float
     output: str
@@ -57,17 +53,11 @@ def train(
     fault: str | None = None,
     at: str = "backward",
     *,
-    is_isolated: bool = False,
-    ctrl_c: bool = False,
-    shares_store: bool = False,
+    is_isolated: bool = False,  # in a network of its own, which takes root
+    ctrl_c: bool = False,  # torchrun is interrupted as soon as the faulty rank waits for that
+    shares_store: bool = False,  # the ranks use the store of torchrun's process, instead of one in rank 0's
 ) -> Run:
-    """Train on one node in a folder, which may hold checkpoints of an earlier run.
-
-    Args:
-        is_isolated: Whether the run has a network of its own, which takes root.
-        ctrl_c: Whether torchrun is interrupted as soon as the faulty rank waits for that.
-        shares_store: Whether the ranks use the store of torchrun's process, instead of one in rank 0's.
-    """
+    """Train on one node in a folder, which may hold checkpoints of an earlier run."""
     (folder / "checkpoints").mkdir(exist_ok=True)
     launcher = ["--monitor-interval", "0.1", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(TRAINEE), "--folder", str(folder)]

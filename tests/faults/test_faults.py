@@ -1,9 +1,9 @@
 """Faults while training: no process is left behind, exit codes tell what happened, and losses go on as before."""
 
-from __future__ import annotations
-
+import functools
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from faults import TORCHRUN_KILLS_AFTER_S, Run, is_complete, train
 from trainee import FAULTY_STEP, GROUP_TIMEOUT_S, POINTS, STEPS_BETWEEN_CHECKPOINTS, WAYS
 
 CHECKPOINT = FAULTY_STEP // STEPS_BETWEEN_CHECKPOINTS * STEPS_BETWEEN_CHECKPOINTS
+LossesOf = Callable[[str], list[dict[int, float]]]
 #: What starting twice and training take on a busy machine.
 START_S = 60.0
 
@@ -21,24 +22,22 @@ needs_own_network = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[int, float]]]:
-    """The losses of a run to which nothing happens, by way to train; filled when they are first needed."""
-    return {}
+def losses_of(tmp_path_factory: pytest.TempPathFactory) -> LossesOf:
+    """The losses of a run to which nothing happens, by way to train."""
 
-
-def losses_of(way: str, undisturbed: dict[str, list[dict[int, float]]], folder: Path) -> list[dict[int, float]]:
-    if way not in undisturbed:
-        (folder / "undisturbed").mkdir()
-        run = train(folder / "undisturbed", way)
+    @functools.cache
+    def undisturbed(way: str) -> list[dict[int, float]]:
+        run = train(tmp_path_factory.mktemp("undisturbed"), way)
         assert run.exit_code == 0 and is_complete(run) and [len(lives) for lives in run.lives] == [1, 1], run.output
-        undisturbed[way] = run.losses
-    return undisturbed[way]
+        return run.losses
+
+    return undisturbed
 
 
-def assert_resumed(run: Run, expected: list[dict[int, float]], checkpoint: int) -> None:
+def assert_resumed(run: Run, expected: list[dict[int, float]]) -> None:
     """It ended well, after one restart from a checkpoint."""
     assert run.exit_code == 0 and run.left_behind == [], run.output
-    assert [[life.begins_after for life in lives] for lives in run.lives] == [[0, checkpoint]] * 2, run.output
+    assert [[life.begins_after for life in lives] for lives in run.lives] == [[0, CHECKPOINT]] * 2, run.output
     assert is_complete(run) and run.losses == expected
 
 
@@ -51,24 +50,18 @@ CASES = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("way", "fault", "at"), CASES)
-def test_a_rank_that_ends_is_started_again(
-    way: str, fault: str, at: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
-) -> None:
-    expected = losses_of(way, undisturbed, tmp_path)
+def test_a_rank_that_ends_is_started_again(way: str, fault: str, at: str, losses_of: LossesOf, tmp_path: Path) -> None:
     run = train(tmp_path, way, fault, at)
-    assert_resumed(run, expected, CHECKPOINT)
+    assert_resumed(run, losses_of(way))
     if fault == "out of memory":
         assert "DefaultCPUAllocator" in run.output
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_stands_still_is_started_again(
-    way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
-) -> None:
-    expected = losses_of(way, undisturbed, tmp_path)
+def test_a_rank_that_stands_still_is_started_again(way: str, losses_of: LossesOf, tmp_path: Path) -> None:
     run = train(tmp_path, way, "stop")
-    assert_resumed(run, expected, CHECKPOINT)
+    assert_resumed(run, losses_of(way))
     assert run.seconds < START_S + GROUP_TIMEOUT_S + TORCHRUN_KILLS_AFTER_S
     assert "ReductionError" in run.output
 
@@ -83,35 +76,28 @@ def test_a_rank_that_stands_still_is_started_again(
     ],
 )
 def test_what_passes_in_time_changes_nothing(
-    fault: str, settings: Any, way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
+    fault: str, settings: Any, way: str, losses_of: LossesOf, tmp_path: Path
 ) -> None:
-    expected = losses_of(way, undisturbed, tmp_path)
     run = train(tmp_path, way, fault, **settings)
     assert run.exit_code == 0 and run.left_behind == [], run.output
-    assert [len(lives) for lives in run.lives] == [1, 1] and run.losses == expected
+    assert [len(lives) for lives in run.lives] == [1, 1] and run.losses == losses_of(way)
 
 
 @needs_own_network
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
-def test_link_cut_for_longer_than_timeout(
-    way: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
-) -> None:
-    expected = losses_of(way, undisturbed, tmp_path)
+def test_link_cut_for_longer_than_timeout(way: str, losses_of: LossesOf, tmp_path: Path) -> None:
     run = train(tmp_path, way, "link cut", is_isolated=True)
-    assert_resumed(run, expected, CHECKPOINT)
+    assert_resumed(run, losses_of(way))
     assert "ReductionError" in run.output
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_ctrl_c_ends_every_process(
-    way: str, point: str, undisturbed: dict[str, list[dict[int, float]]], tmp_path: Path
-) -> None:
-    expected = losses_of(way, undisturbed, tmp_path)
+def test_ctrl_c_ends_every_process(way: str, point: str, losses_of: LossesOf, tmp_path: Path) -> None:
     run = train(tmp_path, way, "ctrl-c", point, ctrl_c=True)
     assert run.exit_code != 0 and run.left_behind == [], run.output
     assert run.seconds < GROUP_TIMEOUT_S + 10, run.output
     again = train(tmp_path, way)
-    assert_resumed(again, expected, CHECKPOINT)
+    assert_resumed(again, losses_of(way))

@@ -6,8 +6,6 @@ Each rank appends the loss of every step to its own file. A fault happens once, 
 not after a restart.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -59,19 +57,7 @@ class Faults:
             while len([*self._folder.glob(f"checkpoints/step_{newest}.rank*.pt")]) < dist.get_world_size():
                 time.sleep(0.01)  # another rank may be a step behind
             (self._folder / "struck").touch()
-            _STRIKES[kind](self._folder)
-
-
-def _kill(_folder: Path) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop(_folder: Path) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _run_out_of_memory(_folder: Path) -> None:
-    torch.empty(2**60, dtype=torch.uint8)
+            _STRIKES[kind]()
 
 
 def _later(command: str) -> None:
@@ -79,31 +65,28 @@ def _later(command: str) -> None:
     subprocess.Popen(["sh", "-c", command], start_new_session=True)
 
 
-def _cut(seconds: float) -> Callable[[Path], None]:
-    def cut(_folder: Path) -> None:
-        subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
-        _later(f"sleep {seconds}; ip link set lo up")
-
-    return cut
+def _cut(seconds: float) -> None:
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    _later(f"sleep {seconds}; ip link set lo up")
 
 
-def _freeze_store(_folder: Path) -> None:
+def _freeze_store() -> None:
     agent = os.getppid()  # torchrun holds the store
     os.kill(agent, signal.SIGSTOP)
     _later(f"sleep {LONG_S}; kill -CONT {agent}")
 
 
-def _wait(_folder: Path) -> None:
+def _wait() -> None:
     time.sleep(30)
     raise AssertionError("this process was to be interrupted, or started again")
 
 
-_STRIKES: dict[str, Callable[[Path], None]] = {
-    "kill": _kill,
-    "stop": _stop,
-    "out of memory": _run_out_of_memory,
-    "link cut": _cut(LONG_S),
-    "link cut and healed": _cut(SHORT_S),
+_STRIKES: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "out of memory": lambda: torch.empty(2**60, dtype=torch.uint8),
+    "link cut": lambda: _cut(LONG_S),
+    "link cut and healed": lambda: _cut(SHORT_S),
     "store frozen": _freeze_store,
     "ctrl-c": _wait,
 }

@@ -1,14 +1,12 @@
 """The plan of buckets: what is sent, how graphs are cut, and how the eager tail is packed again."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import difference, one_backward, own_batch, pair, train_beside
+from beside import difference, gathered, one_backward, own_batch, pair, train_beside
 from in_ci import only
 from models import Mlp, assert_in_their_buckets, largest, loss_of
 from rank_pool import on_ranks
@@ -46,14 +44,7 @@ def test_plan_is_what_is_sent(cap_mb: float, num_buckets: int, num_partitions: i
     assert sent == [bucket.num_bytes for bucket in model.bucket_plan.buckets]
     assert len(sent) == num_buckets
     assert len(graph.partitions) == (num_partitions if each_split == "forward" else 1)
-    assert digests(model) == [model.bucket_plan.digest] * 2
-
-
-def digests(model: Any) -> list[str]:
-    """Of the plans of all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, model.bucket_plan.digest)
-    return everyone
+    assert gathered(model.bucket_plan.digest) == [model.bucket_plan.digest] * 2
 
 
 @on_ranks(2)
@@ -99,9 +90,7 @@ def make(order: tuple[int, ...] | None = (2, 0, 3, 1), cap_mib: float = ONE_LAYE
 
 def layers_of(model: nn.Module) -> list[str]:
     """For each bucket, the layer that all its gradients belong to."""
-    layers = [
-        {gradient.fqn.rpartition(".")[0] for gradient in bucket.gradients} for bucket in model.bucket_plan.buckets
-    ]
+    layers = [{g.fqn.rpartition(".")[0] for g in bucket.gradients} for bucket in model.bucket_plan.buckets]
     return ["+".join(sorted(names)) for names in layers]
 
 
@@ -132,7 +121,7 @@ def test_eager_tail_is_rebuilt(
             generations.append(model.bucket_plan.generation)
 
     assert largest(train_beside(models, step_of, 4, width=WIDTH, rows=5)) < 1e-6
-    assert len(set(digests(models[0]))) == 1
+    assert len(set(gathered(models[0].bucket_plan.digest))) == 1
     assert generations == [generation] * 4
     assert layers is None or layers_of(models[0]) == layers
 

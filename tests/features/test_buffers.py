@@ -1,7 +1,5 @@
 """Buffers: what rank 0 broadcasts and when, beside DistributedDataParallel, and buffers that differ between ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -112,8 +110,7 @@ def test_init_sync(init_sync: bool) -> None:
     assert set(seen.values()) == {1.0 if init_sync else own}
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_buffers_that_are_none_at_first() -> None:
     model: Any = ddp_compile(NoneAtFirst(), backend="eager")
     one_backward(model, own_batch(0, WIDTH))

@@ -1,10 +1,7 @@
 """Calls of a replicated model in which something else is at work: swapped tensors, modes, transforms, TorchScript."""
 
-from __future__ import annotations
-
 import contextlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch.distributed import rpc
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from warned import warned
 
 from ddp_compile import ReplicationError, ddp_compile
 
@@ -31,9 +29,6 @@ CAP_MB = 0.0015  # a layer
 
 def mlp() -> nn.Module:
     return Mlp(WIDTH, num_layers=3)
-
-
-# Tensors that stand in for parameters
 
 
 def derived(model: nn.Module, part: str = "") -> dict[str, Tensor]:
@@ -89,18 +84,6 @@ UNCOMPILED = {
 }
 
 
-@contextlib.contextmanager
-def warnings_of(name: str) -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger(name).removeHandler(handler)
-
-
 @pytest.mark.parametrize("call", UNCOMPILED)
 @on_ranks(2)
 def test_modes_and_transforms(call: str) -> None:
@@ -111,7 +94,7 @@ def test_modes_and_transforms(call: str) -> None:
         is_it = step == 0 or (step == 2 and dist.get_rank() == 0)
         (UNCOMPILED[call](model, x) if is_it else model(x).square().mean()).backward()
 
-    with warnings_of("ddp_compile") as said:
+    with warned() as said:
         assert max(train_beside((ours, plain), step_of, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
     assert len(ours.explain().graphs) == 1
     assert not any("nothing was compiled" in each for each in said)
@@ -157,9 +140,6 @@ def test_export() -> None:
         assert not any("broadcast" in str(node.target) for node in program.graph.nodes)
         one_backward(model, own_batch(1, WIDTH))
         torch._dynamo.reset()
-
-
-# Submodules that are not compiled
 
 
 class Blocks(nn.Module):
@@ -208,9 +188,6 @@ def test_regions_in_a_disabled_module() -> None:
     assert all(not name.startswith("middle") for region in model.explain().regions for name in region.names)
 
 
-# Outputs in which no tensors are found
-
-
 class Policy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -232,9 +209,6 @@ def test_distribution_as_output() -> None:
     assert max(train_beside((ours, plain), step_of, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
 
 
-# Warnings
-
-
 @pytest.mark.parametrize(
     ("alone", "said"),
     [
@@ -243,11 +217,10 @@ def test_distribution_as_output() -> None:
         ("nothing", None),
     ],
 )
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_half_in_no_sync(alone: str, said: str | None) -> None:
     """In two steps the forward or the backward alone; only rank 0 warns, once."""
-    with warnings_of("ddp_compile") as warnings:
+    with warned() as warnings:
         model = ddp_compile(nn.Linear(1, 1, bias=False), backend="eager")
         for _ in range(2):
             model.zero_grad()

@@ -3,8 +3,6 @@
 The tests have no device that captures, so a stand-in answers the runtime's questions.
 """
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -97,10 +95,7 @@ def test_captured_optimizer_step(algorithm: AlgorithmConfig, shards: bool, said:
 def test_devices_that_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "backend", type(streams.backend)())
     assert not streams.has_streams(torch.device("xla"))  # torch has no module of that name
-    modules = {
-        "cuda": SimpleNamespace(is_current_stream_capturing=lambda: True),
-        "mtia": SimpleNamespace(),
-    }
+    modules = {"cuda": SimpleNamespace(is_current_stream_capturing=lambda: True), "mtia": SimpleNamespace()}
     new_streams = {"cuda": itertools.count(), "mtia": itertools.count(), "mps": itertools.repeat(0)}
     monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
     monkeypatch.setattr(torch, "Stream", lambda device: next(new_streams[device.type]))

@@ -1,7 +1,5 @@
 """``model.clip_grad_norm_``: norm and gradients are those of ``torch.nn.utils.clip_grad_norm_`` on copies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -54,10 +52,6 @@ def halve(model: Any) -> None:
     model.layers[0].weight.grad.mul_(0.5)
 
 
-def halve_flat(model: Any) -> None:
-    torch._foreach_mul_([p.grad for p in model.layers.parameters()], 0.5)
-
-
 def unscale(model: Any) -> None:
     """As ``GradScaler.unscale_`` does, by an operator that leaves the gradients' versions as they were."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -77,7 +71,7 @@ WAYS = {
     "byte_grad": Way({"algorithm": ByteGrad()}),
     "local_sgd": Way({"algorithm": LocalSGD(period=2)}),
     "changed": Way(change=halve),
-    "changed, several": Way(change=halve_flat),
+    "changed, several": Way(change=lambda m: torch._foreach_mul_([p.grad for p in m.layers.parameters()], 0.5)),
     "unscaled": Way(change=unscale),
     "replaced": Way(change=replace),
     "two dtypes": Way(dtypes=(torch.float32, torch.float64), tolerance=1e-6),

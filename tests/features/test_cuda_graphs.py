@@ -4,8 +4,6 @@ Here inductor is told that nodes run on a GPU, so it partitions graphs as it doe
 buckets leave early between recorded graphs, on a GPU: tests/gpu/test_two_ranks_on_one_gpu.py.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Sequence
@@ -20,8 +18,9 @@ import torch._inductor.config as inductor_config
 import torch._inductor.scheduler as scheduler
 import torch._inductor.utils as inductor_utils
 from beside import average, own_batch, seeded
+from models import TanhLayer
 from rank_pool import on_ranks
-from torch import Tensor, nn
+from torch import nn
 from ways_to_train import count_early
 
 from ddp_compile import ddp_compile, shard_optimizer
@@ -51,27 +50,14 @@ def operators_in(codes: Sequence[str]) -> tuple[set[str], set[str]]:
     return everywhere, in_partitions
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 def blocks() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+    return nn.Sequential(*(TanhLayer(WIDTH) for _ in range(NUM_LAYERS)))
 
 
 WAYS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {  # settings, whether sharded, operators in the graphs
     "backward": ({"split": "backward"}, False, {"bucket_ready"}),
-    "regions": ({"regions": [Block]}, False, set()),
-    "sharded_static": (
-        {"split": "backward", "static_graph": True},
-        True,
-        {"move_bucket", "hold_back", "await_parameters"},
-    ),
+    "regions": ({"regions": [TanhLayer]}, False, set()),
+    "sharded": ({"split": "backward", "static_graph": True}, True, {"move_bucket", "hold_back", "await_parameters"}),
 }
 
 

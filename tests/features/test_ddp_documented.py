@@ -1,7 +1,5 @@
 """What DistributedDataParallel documents and no other file tests: each compared with it or with its documentation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

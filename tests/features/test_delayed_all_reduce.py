@@ -1,7 +1,5 @@
 """``delay_all_reduce_named_params``: averaged when another gradient has come, after any number of backwards."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -144,12 +142,7 @@ def nothing(module: Net) -> None:
     ("make", "change", "num_steps", "said"),
     [
         (Net, another_shape, 1, "table: float32[17, 17] on cpu on rank 0 is parameter table: float32[17, 18]"),
-        (
-            Net,
-            stepped_in_backward,
-            1,
-            "table: such a step would take this rank's own gradients",
-        ),
+        (Net, stepped_in_backward, 1, "table: such a step would take this rank's own gradients"),
         (InCheckpoint, nothing, 1, "has come in a backward inside another one, of a reentrant checkpoint for example"),
         (Net, nothing, 3, "replaced by another Parameter: table"),
     ],

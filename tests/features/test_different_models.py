@@ -1,7 +1,5 @@
 """A mistake of one rank is an error on the others: it names the mistake, within the group's timeout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import beside_plain, train_beside
-from models import largest, loss_of
+from models import Mlp, largest, loss_of
 from rank_pool import on_ranks
 from torch import nn
 
@@ -77,24 +75,20 @@ def test_different_settings() -> None:
     assert_refused_on_every_rank(nn.Linear(4, 4), named, find_unused_parameters=dist.get_rank() == 1)
 
 
-class HalfUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class HalfUsed(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
+        return self.layers[0](x)
 
 
 @on_ranks(2)
 def test_missing_gradient() -> None:
-    model = ddp_compile(HalfUsed(), backend="eager")
+    model = ddp_compile(HalfUsed(4, 2), backend="eager")
     loss_of(model(torch.randn(2, 4))).backward()
     with pytest.raises(MissingGradientError) as raised:
         model(torch.randn(2, 4))
     message = str(raised.value)
-    assert "spare.weight" in message and "spare.bias" in message
-    assert "used.weight" not in message
+    assert "layers.1.weight" in message and "layers.1.bias" in message
+    assert "layers.0.weight" not in message
     assert "requires_grad_(False)" in message and "parameters_to_ignore" in message
 
 

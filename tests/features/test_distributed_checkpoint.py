@@ -1,7 +1,5 @@
 """`torch.distributed.checkpoint` of a replicated module: training continues as it would have without a stop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The code of README, migration, tutorial and notebooks runs, and recipes equal DistributedDataParallel."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

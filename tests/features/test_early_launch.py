@@ -3,8 +3,6 @@
 `test_ways_to_train` has the ways to train in which that happens. The backwards here have something in their way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -97,13 +95,9 @@ def test_zeros_sent_again() -> None:
     assert max(train(Skips, skip_and_look, find_unused_parameters=True)) < 1e-6
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Block(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.second(torch.tanh(self.first(x))))
+        return x + super().forward(x)
 
 
 class SharesOneFrame(nn.Module):
@@ -112,7 +106,7 @@ class SharesOneFrame(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)  # so that every block's input needs a gradient
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(WIDTH, 2) for _ in range(4))
         self.used = [0]
 
     @torch.compiler.disable(recursive=False)
@@ -133,8 +127,6 @@ def test_one_graph_of_several_modules() -> None:
     """It hands over the buckets of the module that it runs for, and of no other one."""
     assert max(train(SharesOneFrame, use_more_blocks, find_unused_parameters=True)) < 1e-6
 
-
-# Backwards with operators of their own.
 
 LIBRARY = torch.library.Library("ddp_compile_tests", "FRAGMENT")
 

@@ -1,7 +1,5 @@
 """``python -m ddp_compile explain`` says what training on real ranks would say, and what is wrong with its input."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys
@@ -49,14 +47,8 @@ def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
     ("function", "says"),
     [
         ("explained:wrong_shape", ["the forward raised", "RuntimeError: ", "X [64, 64]", "torch.tanh(layer(x))"]),
-        (
-            "explained:no_inputs",
-            ["the forward without inputs (to pass some, return", "TypeError: ", "missing 1 required"],
-        ),
-        (
-            "explained:raising",
-            ["explained:raising() raised", "LookupError: there is no such layer", "raise LookupError"],
-        ),
+        ("explained:no_inputs", ["the forward without inputs (to pass some", "TypeError: ", "missing 1 required"]),
+        ("explained:raising", ["explained:raising() raised", "LookupError: there is no", "raise LookupError"]),
         ("explained:reads_values", ["fake tensors, which have no values", "if x.sum().item() > 0"]),
         ("explained:bad_loss", ["the loss raised", "AttributeError: ", "no_such_field"]),
         ("explained:with_group", ["leave it out", "--world-size ranks", 'dist.init_process_group("gloo")']),

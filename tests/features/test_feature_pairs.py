@@ -4,8 +4,6 @@ The table is that of `ddp_compile.features.compatibility`. Pairs that may be use
 parameters that one process gets from the whole batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import warnings
@@ -16,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from in_ci import only
-from models import relative_difference
+from models import TanhLayer, relative_difference
 from rank_pool import Ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -31,21 +29,12 @@ WIDTH, ROWS, LR = 4, 3, 0.1
 NO_MOMENTUM: Any = {"lr": LR}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class Net(nn.Module):
     """Two blocks that repeat, and a head that may be sharded; with a buffer if one is asked for."""
 
     def __init__(self, has_buffer: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(TanhLayer(WIDTH) for _ in range(2))
         self.head, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
         if has_buffer:
             self.register_buffer("scale", torch.ones(1))
@@ -57,8 +46,6 @@ class Net(nn.Module):
 
 
 class OwnAlgorithm(CommAlgorithm):
-    """A user's all-reduce."""
-
     name = "all-reduce of a user"
 
     def __init__(self, group: dist.ProcessGroup, traits: Traits) -> None:
@@ -143,15 +130,12 @@ def pairs() -> list[tuple[Feature, Feature]]:
     features = [*ARGUMENTS, *WAYS, *CALLS]
     features.remove(Feature.DELAYED_STEPS)
     found = [pair for pair in itertools.combinations(features, 2) if not is_one_argument(*pair)]
-    found += [
-        (other, one) for one, other in itertools.combinations(CALLS, 2) if Feature.DELAYED_STEPS not in (one, other)
-    ]
+    found += [(b, a) for a, b in itertools.combinations(CALLS, 2) if Feature.DELAYED_STEPS not in (a, b)]
     twice = [(e.feature, e.feature) for e in EXCLUSIONS if e.feature in e.others]
     return [*found, *twice, (Feature.DELAYED, Feature.DELAYED_STEPS)]
 
 
 def make(features: tuple[Feature, ...], backend: str) -> tuple[Any, Any]:
-    """The replicated module and its optimizer."""
     torch.manual_seed(0)
     net: Any = Net(has_buffer=not {Feature.BUFFERS, Feature.BUFFER_HOOK}.isdisjoint(features))
     settings: dict[str, Any] = {"backend": backend, "bucket_cap_mb": 0.0001}
@@ -238,9 +222,7 @@ def assert_table_holds(first: Feature, results: list[list[tuple[Feature, str]]])
 
 FIRST = list(dict.fromkeys(first for first, _ in pairs()))
 #: Those with the most exclusions.
-IN_CI = [
-    each for each in (Feature.ASYNC, Feature.BEYOND_GROUP, Feature.SHARDED_OPTIMIZER, Feature.JOIN) if each in FIRST
-]
+IN_CI = [f for f in (Feature.ASYNC, Feature.BEYOND_GROUP, Feature.SHARDED_OPTIMIZER, Feature.JOIN) if f in FIRST]
 
 
 @pytest.mark.parametrize("first", only(IN_CI, FIRST), ids=lambda first: first.name)

@@ -1,7 +1,5 @@
 """torch's flight recorder names buckets, and models that are dropped leave nothing in it that could hang."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import sys

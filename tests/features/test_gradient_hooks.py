@@ -1,7 +1,5 @@
 """Hooks on parameters and their AccumulateGrad nodes, and optimizers that step inside ``backward()``, as with DDP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -50,8 +48,6 @@ def test_hooks_after_the_forward(cap_mb: float, calls_module: bool) -> None:
 
     assert largest(train_beside(models, step_of, width=7)) < 1e-5
 
-
-# Optimizers that step inside backward().
 
 WIDTH = 33
 

@@ -1,7 +1,5 @@
 """Gradients and buffers over five SGD steps, against eager DistributedDataParallel."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

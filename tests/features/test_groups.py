@@ -1,7 +1,5 @@
 """Models in groups of some ranks, with their own collectives, or in several threads: as with DDP."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -62,9 +60,6 @@ def train(models: Sequence[Any], loss: Callable[[Tensor], Tensor]) -> list[Gradi
     return seen
 
 
-# Groups.
-
-
 def on_two_of_three(by_ddp: bool) -> list[Gradients]:
     group = dist.new_group([0, 1])
     if dist.get_rank() == 2:
@@ -92,9 +87,6 @@ def with_collectives_in_its_group(by_ddp: bool) -> list[Gradients]:
     own = dist.group.WORLD
     models = [replicate(by_ddp, own, 2, lambda: AllReduced(own)), replicate(by_ddp, own)]
     return train(models, lambda x: loss_of(models[1](models[0](x))))
-
-
-# Threads.
 
 
 def in_threads(*functions: Callable[[], Result]) -> list[Result]:

@@ -1,7 +1,5 @@
 """The message after the buckets, at most one in an iteration and none if nothing is new; our own process groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

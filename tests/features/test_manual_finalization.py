@@ -1,7 +1,5 @@
 """``require_manual_backward_finalization``: code after a backward runs before its last reductions are waited for."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 from unittest.mock import patch
@@ -47,8 +45,7 @@ def test_backward_does_not_wait(split: str) -> None:
         model.finalize_backward()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_failed_finalization() -> None:
     """The comm hook's future fails when it is waited for."""
 
@@ -89,8 +86,7 @@ def test_gradient_before_finalization(split: str) -> None:
         model.finalize_backward()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_collective_after_backward() -> None:
     """The hook starts a second collective when its first one is over; another one is sent after the backward."""
     started = []
@@ -116,8 +112,7 @@ def test_collective_after_backward() -> None:
     assert total == 2
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_forgotten_inside_join() -> None:
     """By a rank that trains longer, to the other one, who has no input left."""
     model: Any = ddp_compile(mlp(), backend="eager")

@@ -1,7 +1,5 @@
 """``model.measure()``: what is recorded, late ranks, ranks that do not measure, and a single one."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import gathered
 from differing_ranks import run_and_meet
 from models import Mlp, loss_of
 from rank_pool import on_ranks
@@ -26,7 +25,6 @@ from ddp_compile.errors import GradientArrivalError, ReplicationError
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import Step
 
-eagerly = torch.compiler.set_stance("force_eager")
 LATE_S = 0.2
 
 
@@ -78,9 +76,7 @@ def test_report_of_every_rank(split: str, tmp_path: Path) -> None:
     report = measurement.report()  # sends nothing
     train_step(model)
     assert measurement.num_steps == 3 and model.comm_stats().number == 4
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, report.to_json())
-    assert StepReport.from_json(everyone[0]) == StepReport.from_json(everyone[1]) == report
+    assert [*map(StepReport.from_json, gathered(report.to_json()))] == [report, report]
     assert [step.number for step in report.steps] == [2, 3, 4]
     assert report.plan == model.bucket_plan and report.clock_error_s < 0.1
     for step in report.steps:
@@ -93,8 +89,7 @@ def test_report_of_every_rank(split: str, tmp_path: Path) -> None:
     train_step(replicate(split=split, bucket_plan=plan, bucket_cap_mb=None))
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_late_rank_is_named() -> None:
     model = trained()
     measurement = model.measure(steps=3)
@@ -113,8 +108,7 @@ def test_late_rank_is_named() -> None:
     assert all("rank 1 late by " in str(step) for step in steps)
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_gathers_of_the_next_step() -> None:
     model = replicate()
     optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
@@ -140,8 +134,7 @@ def test_gathers_of_the_next_step() -> None:
         assert step.communication_s is None and "communication unknown" in str(step)  # gloo's messages do not say
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_launches_are_not_computation() -> None:
     """ByteGrad waits inside `launch` for the bucket before; LocalSGD waits after the backward."""
     for algorithm in (ByteGrad(), LocalSGD(period=1)):
@@ -171,8 +164,7 @@ def slow_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(divide)
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_ends_of_hooks_and_chains() -> None:
     for algorithm, hook in (
         (GradientAllReduce(), slow_hook),
@@ -199,8 +191,7 @@ def test_ends_of_hooks_and_chains() -> None:
         model.unwrap()
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_counts_and_clipping_are_measured() -> None:
     model = replicate()
     measurement = None
@@ -224,21 +215,16 @@ def test_counts_and_clipping_are_measured() -> None:
     assert normalizes in str(model.explain())
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.branch = nn.Linear(33, 33), nn.Linear(33, 33)
-
+class Branches(Mlp):
     def forward(self, x: torch.Tensor, takes_branch: bool = False) -> torch.Tensor:
-        x = self.body(x)
-        return self.branch(x) if takes_branch else x
+        x = self.layers[0](x)
+        return self.layers[1](x) if takes_branch else x
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_step_that_raises() -> None:
     settings = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.004}
-    model: Any = ddp_compile(Branches(), **settings)
+    model: Any = ddp_compile(Branches(33, 2), **settings)
     for _ in range(2):
         model(torch.randn(6, 33)).sum().backward()
     measurement = model.measure(steps=3)
@@ -257,21 +243,16 @@ def one_rank_measures(group: dist.ProcessGroup) -> None:
     train_step(model)
 
 
-def ranks_measure_differently(group: dist.ProcessGroup) -> None:
-    replicate(process_group=group).measure(steps=2 + dist.get_rank())
-
-
 @on_ranks(2)
 def test_rank_that_measures_alone() -> None:
     outcome = run_and_meet(one_rank_measures)
     assert "measure(steps=2) from iteration 2 on on rank 0, nothing on rank 1" in outcome
     assert outcome.startswith(("RanksDifferError", "ReductionError")[dist.get_rank()])
-    outcome = run_and_meet(ranks_measure_differently)
+    outcome = run_and_meet(lambda group: replicate(process_group=group).measure(steps=2 + dist.get_rank()))
     assert "RanksDifferError" in outcome and "measure(steps=2) from iteration 1 on on rank 0" in outcome
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_refused_measurements() -> None:
     model = replicate()
     for steps in (0, -1, 1.5, True):
@@ -292,8 +273,7 @@ def test_refused_measurements() -> None:
     averaged.unwrap()
 
 
-@on_ranks(2)
-@eagerly
+@on_ranks(2, eagerly=True)
 def test_model_is_freed_after_measuring() -> None:
     """Callbacks of works run in the group's threads, which are joined when it is destroyed."""
     group = dist.new_group()
@@ -311,10 +291,7 @@ def test_model_is_freed_after_measuring() -> None:
         measurement.report()
 
 
-# One rank.
-
-
-@eagerly
+@torch.compiler.set_stance("force_eager")
 def test_one_rank(single_rank_group: None) -> None:
     model = replicate()
     assert model.comm_stats() is None
@@ -330,7 +307,7 @@ def test_one_rank(single_rank_group: None) -> None:
     assert str(model.comm_stats()).startswith("compute ")
 
 
-@eagerly
+@torch.compiler.set_stance("force_eager")
 def test_last_hundred_steps_and_an_exception(single_rank_group: None) -> None:
     model = replicate()
     with model.measure(steps=None) as measurement:

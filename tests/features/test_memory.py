@@ -1,7 +1,5 @@
 """Peak memory in a step, compared with DistributedDataParallel with gradients as bucket views."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time
@@ -117,8 +115,7 @@ def live_in_the_end(parameters: list[nn.Parameter], expected: float) -> int:
 
 
 @pytest.mark.parametrize("lazily", [False, True])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_lazy_bucket_allocation(lazily: bool) -> None:
     trained = ddp_compile(products(), bucket_cap_mb=0.5, backend="eager", lazy_bucket_allocation=lazily)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)

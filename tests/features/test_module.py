@@ -1,7 +1,5 @@
 """The returned module is the user's own: same object, names and class. A copy of it is plain. Methods as functions."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
@@ -179,9 +177,6 @@ def test_calls_of_forward() -> None:
         model = replicated()
         call(model, torch.randn(4, 6)).sum().backward()
         assert model.bucket_plan.generation == 1  # packed again after the first reduction
-
-
-# The functions that match the methods, modules that have our names, and printed modules.
 
 
 def test_functions_are_methods() -> None:

@@ -3,8 +3,6 @@
 The oracle is one process that has all micro-batches of a step at once. `train` steps both and compares the parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
@@ -162,7 +160,6 @@ def test_other_numbers_of_ranks(world_size: int, name: str) -> None:
 
 
 def model_and_loss(step: int = 0, **settings: Any) -> tuple[Any, Callable[[], Tensor], Tensor]:
-    """A model, its summed loss, and the count."""
     model: Any = ddp_compile(Net(), backend="aot_eager", find_unused_parameters=True, **settings)
     tokens, mask = batch(step, 0, dist.get_rank())
     return model, lambda: summed(model(tokens), mask), mask.sum()
@@ -225,8 +222,7 @@ def test_delayed_gradients() -> None:
         summed(late(tokens), mask).backward()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_nothing_counted_gives_zeros() -> None:
     model, loss, _ = model_and_loss()
     model.normalize_by(0, loss=(value := loss()))
@@ -237,8 +233,7 @@ def test_nothing_counted_gives_zeros() -> None:
 
 # Steps of micro-batches, whose counts all ranks pass, "a", or rank 0 alone, "0".
 @pytest.mark.parametrize("steps", [("0",), ("a", "0"), ("0a",), ("a0",)])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_ranks_that_count_differently(steps: tuple[str, ...]) -> None:
     model, loss, count = model_and_loss()
     with pytest.raises(RanksDifferError, match=r"do not divide by the same counts.* on rank [01].*Call it on every"):
@@ -251,8 +246,7 @@ def test_ranks_that_count_differently(steps: tuple[str, ...]) -> None:
                     loss().backward()
 
 
-@on_ranks(2, timeout_s=3.0)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, timeout_s=3.0, eagerly=True)
 def test_first_call_on_one_rank() -> None:
     model, loss, count = model_and_loss()
     loss().backward()
@@ -270,8 +264,7 @@ def test_first_call_on_one_rank() -> None:
         ((2,), "called twice for one backward"),
     ],
 )
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_refused_programs(calls_before_each_backward: tuple[int, ...], message: str) -> None:
     model, loss, count = model_and_loss()
     with pytest.raises(ReplicationError, match=message):
@@ -281,8 +274,7 @@ def test_refused_programs(calls_before_each_backward: tuple[int, ...], message: 
             loss().backward()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_forward_that_raises_is_not_counted() -> None:
     model, loss, count = model_and_loss()
     for _ in range(2):  # the second time the message is under way when the forward raises
@@ -300,8 +292,7 @@ def test_forward_that_raises_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize("error", ["in a later forward", "in a later loss", "in the first loss"])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_step_that_is_left_is_not_counted(error: str) -> None:
     model, loss, count = model_and_loss()
     model.normalize_by(count)
@@ -338,8 +329,7 @@ def test_step_that_is_left_is_not_counted(error: str) -> None:
         ({"count": 1, "loss": torch.ones(2)}, "summed loss, a tensor of shape"),
     ],
 )
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_bad_counts(arguments: dict[str, Any], message: str) -> None:
     model, loss, count = model_and_loss()
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,5 @@
 """Gradients of half precision that are reduced in float32, and rounded once."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Regions, asked for or in modules whose own code Dynamo leaves to Python: gradients, and buckets launched early."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Plans in files: a model reduces by them, and refuses those of other models."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

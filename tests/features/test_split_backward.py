@@ -1,7 +1,5 @@
 """Which graphs are left whole: backends, compiled autograd, ``split="auto"``; and what that leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging
@@ -30,9 +28,6 @@ def replicated(split: str = "backward", make: Callable[[], nn.Module] = Residual
     # With a hook buckets are launched on a single rank as well, and so inside the backward.
     model.register_comm_hook(None, allreduce_hook)
     return model
-
-
-MANY_ROWS = 2048
 
 
 def step(model: nn.Module, rows: int = 8) -> None:

@@ -1,7 +1,5 @@
 """Checkpoints have the keys of the plain module, and those of wrapped ones load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -73,12 +71,7 @@ def test_versions_in_checkpoints(wrap: Callable[[nn.Module], nn.Module]) -> None
 
 
 def test_prefixes_of_the_model() -> None:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = nn.Linear(3, 3)
-
-    model = ddp_compile(Holder(), backend="eager")
+    model = ddp_compile(nn.ModuleDict({"module": nn.Linear(3, 3)}), backend="eager")
     model.load_state_dict(model.state_dict())
     wrapped = {f"module.{key}": value for key, value in model.state_dict().items()}
     assert not model.load_state_dict(wrapped).missing_keys

@@ -1,7 +1,5 @@
 """``static_graph``: what it learns in the first iteration, against eager DistributedDataParallel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

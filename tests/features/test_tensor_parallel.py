@@ -1,7 +1,5 @@
 """Data parallelism combined with tensor parallelism: parameters that are DTensors, on a mesh of two dimensions."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re
@@ -86,8 +84,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Recipe(NamedTuple):
-    """One way to train."""
-
     style: Style
     settings: Mapping[str, Any]
     hidden: int = 24

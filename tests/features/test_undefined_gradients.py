@@ -1,7 +1,5 @@
 """Parameters whose gradient autograd leaves undefined, against DistributedDataParallel."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters that a forward does not use: with ``find_unused_parameters`` all is as with DistributedDataParallel."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import dataclass
@@ -63,8 +61,6 @@ def choose(branch: int, *models: nn.Module) -> None:
 
 
 class Case(NamedTuple):
-    """One way to train branches."""
-
     returns: str = "tensor"
     as_view: bool = True
     set_to_none: bool = True

@@ -1,7 +1,5 @@
 """Users keep, replace and save ``.grad``: they see what they see with eager DistributedDataParallel."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

@@ -1,7 +1,5 @@
 """``model.warm_up`` compiles and changes nothing, and the ranks meet after it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -83,8 +81,7 @@ def test_unused_parameters_stay_unused() -> None:
     assert model.late.grad is None and model.layers[0].weight.grad is not None
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_a_rank_that_does_not_come() -> None:
     """The other one waits for it."""
     model = ddp_compile(nn.Linear(3, 3), backend="eager")
@@ -94,8 +91,7 @@ def test_a_rank_that_does_not_come() -> None:
             model.warm_up(torch.zeros(2, 3), timeout_s=0.5)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_a_rank_that_raises() -> None:
     model, began = ddp_compile(nn.Linear(3, 3), backend="eager"), time.monotonic()
     if dist.get_rank() == 0:
@@ -107,8 +103,7 @@ def test_a_rank_that_raises() -> None:
     assert time.monotonic() - began < 60
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_refusals() -> None:
     model = ddp_compile(nn.Linear(3, 3), backend="eager")
     loss = loss_of(model(own_batch(0, 3)))
@@ -127,8 +122,7 @@ def test_refusals() -> None:
         ddp_compile(Detached(3, 3), backend="eager").warm_up(torch.zeros(2, 3))
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_backward_without_a_forward_is_still_reduced() -> None:
     model = ddp_compile(nn.Linear(3, 3), backend="eager")
     model.warm_up(torch.zeros(2, 3))
@@ -136,8 +130,7 @@ def test_backward_without_a_forward_is_still_reduced() -> None:
     assert (model.weight.grad == 0.5).all()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_frozen_parameters_and_odd_buffers() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     module.register_buffer("expanded", torch.ones(1).expand(3))

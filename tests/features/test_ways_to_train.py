@@ -1,7 +1,5 @@
 """Ways to train, each against eager DistributedDataParallel: gradients, and how many buckets are launched early."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,26 +14,13 @@ from ddp_compile import GradientArrivalError, ddp_compile
 
 #: Of the others, one of these has the same thing happen to the buckets, or other tests have them in CI.
 IN_CI = [
-    "contributor_that_appears_on_one_rank",
-    "hook_while_accumulating",
-    "hook_after_the_node",
-    "hook_before_the_node_on_data_on_one_rank",
-    "hooks_on_all_parameters_twice",
-    "losses_one_by_one",
-    "sparse_regulariser",
-    "regulariser_last",
-    "two_forwards_with_batch_norm",
-    "two_forwards_and_backwards",
-    "accumulate_any_number",
-    "accumulate_by_attribute",
-    "gradients_freed_in_between",
-    "gradients_zeroed_in_between",
-    "backward_in_inference_mode",
-    "under_autocast",
-    "unscaled_and_clipped",
-    "module_used_twice",
+    "contributor_that_appears_on_one_rank", "hook_while_accumulating", "hook_after_the_node",
+    "hook_before_the_node_on_data_on_one_rank", "hooks_on_all_parameters_twice", "losses_one_by_one",
+    "sparse_regulariser", "regulariser_last", "two_forwards_with_batch_norm", "two_forwards_and_backwards",
+    "accumulate_any_number", "accumulate_by_attribute", "gradients_freed_in_between", "gradients_zeroed_in_between",
+    "backward_in_inference_mode", "under_autocast", "unscaled_and_clipped", "module_used_twice",
     "reentrant_checkpoints",
-]
+]  # fmt: skip
 
 
 def marks_of(way: str) -> list[pytest.MarkDecorator]:

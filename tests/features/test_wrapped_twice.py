@@ -1,7 +1,5 @@
 """Two wrappers that would reduce the same gradient are refused; the error names both and the way out."""
 
-from __future__ import annotations
-
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -31,9 +29,6 @@ def replicated(module: nn.Module | None = None, **settings: Any) -> Any:
 
 def backward(model: nn.Module) -> None:
     model(torch.randn(2, 4)).sum().backward()
-
-
-# Two replicated modules
 
 
 class Task(nn.Module):

@@ -1,7 +1,5 @@
 """In what rank 1 may differ, and what docs/divergence.md promises then."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

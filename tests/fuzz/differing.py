@@ -4,8 +4,6 @@ A case runs in a process group of its own, with a short timeout. What must be ex
 programs run on plain modules in one process, whose gradients are averaged step by step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from beside import gathered
 from fuzz.differences import (
     CAUGHT,
     ENDED,
@@ -34,7 +33,7 @@ from fuzz.differences import (
     make_net,
     settings_of,
 )
-from fuzz.verdict import Verdict, gather, quiet
+from fuzz.verdict import Verdict, quiet
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -88,8 +87,6 @@ def differing_recipe_of(seed: int) -> DifferingRecipe:
 
 
 class Seen(NamedTuple):
-    """What one rank has seen."""
-
     gradients: list[list[Tensor | None]]  #: after each reduced backward
     state: list[Tensor]  #: parameters and buffers at the end
     error: str | None
@@ -301,7 +298,6 @@ def _to_reduction(program: Iterator[str], rank: int, nets: list[nn.Module], buff
 
 
 def difference(mine: Seen, should: Seen) -> str | None:
-    """The first difference in words."""
     if len(mine.gradients) != len(should.gradients):
         return f"{len(mine.gradients)} iterations in place of {len(should.gradients)}"
     for step, (ours, theirs) in enumerate(zip(mine.gradients, should.gradients, strict=True)):
@@ -351,11 +347,10 @@ def is_kept(recipe: DifferingRecipe, verdict: Verdict) -> bool:
 
 
 def judge_differing(recipes: Sequence[DifferingRecipe]) -> list[Verdict]:
-    """Verdicts of many cases, in one call of a `RankPool`."""
     verdicts = []
     with quiet():
         for recipe in recipes:
             group: Any = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
             mine = train(recipe, dist.get_rank(), group)
-            verdicts.append(verdict_of(recipe, gather(mine)))
+            verdicts.append(verdict_of(recipe, gathered(mine)))
     return verdicts

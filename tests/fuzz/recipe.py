@@ -4,8 +4,6 @@ Everything is a name, or a tuple of names. So a failing recipe is made smaller b
 settings back to their defaults; it prints as the expression that makes it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ trains random parameters with a sharded optimizer, against one that is not shard
 ranks programs that differ in one thing, and prints the table of docs/divergence.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import queue

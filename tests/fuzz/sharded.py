@@ -5,8 +5,6 @@ these would occur, the reference follows the sharded optimizer: it adds up the m
 by the norm that the sharded optimizer found. That norm is compared with the norm in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,31 +56,20 @@ TOLERANCES = {"float64": 1e-12, "float32": 5e-6, "float16": 2e-3, "bfloat16": 1e
 
 @dataclass(frozen=True)
 class ShardedRecipe:
-    """One case; see `fuzz.recipe.Recipe`.
+    """One case; see `fuzz.recipe.Recipe`."""
 
-    Args:
-        parameters: Shape, dtype, and whether a matrix lies in the memory of its transpose.
-        program: What is done, in order; the names are those in `ACTIONS`.
-        optimizer: One of `OPTIMIZERS`.
-        cap_mib: Capacity of every bucket, in MiB.
-        second: One of `SECOND`, or empty.
-        two_groups: Whether every other parameter is in a second group.
-        find_unused: ``find_unused_parameters``, and some of them are.
-        view: ``gradient_as_bucket_view``.
-    """
-
+    #: Shape, dtype, and whether a matrix lies in the memory of its transpose.
     parameters: tuple[tuple[tuple[int, ...], str, bool], ...] = (((33,), "float32", False),)
-    program: tuple[str, ...] = ("train", "step", "zero")
-    optimizer: str = "sgd"
-    cap_mib: float = 25.0
-    second: str = ""
-    two_groups: bool = False
-    find_unused: bool = False
-    view: bool = True
+    program: tuple[str, ...] = ("train", "step", "zero")  # what is done, in order: names in `ACTIONS`
+    optimizer: str = "sgd"  # in `OPTIMIZERS`
+    cap_mib: float = 25.0  # of every bucket
+    second: str = ""  # in `SECOND`
+    two_groups: bool = False  # every other parameter is in a second group
+    find_unused: bool = False  # find_unused_parameters, and some of them are
+    view: bool = True  # gradient_as_bucket_view
 
 
 def sharded_recipe_of(seed: int) -> ShardedRecipe:
-    """The case that belongs to ``seed``."""
     random = Random(seed)
     dtypes = random.choice(DTYPES)
     optimizer = random.choice(list(OPTIMIZERS))
@@ -137,13 +124,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """One side of a case.
-
-    Args:
-        recipe: What is trained, and how.
-        group: The ranks.
-        norms: What the sharded optimizer clipped by, for the other one; None for the sharded one.
-    """
+    """One side of a case; the sharded one gets no ``norms``, the other one those that the first has clipped by."""
 
     def __init__(self, recipe: ShardedRecipe, group: dist.ProcessGroup, norms: list[Tensor] | None) -> None:
         torch.manual_seed(3)
@@ -310,7 +291,6 @@ def judge(recipe: ShardedRecipe, groups: Groups) -> Verdict:
 
 @torch.compiler.set_stance("force_eager")
 def judge_sharded(recipes: Sequence[ShardedRecipe]) -> list[Verdict]:
-    """Verdicts of many cases, in one call of a `RankPool`."""
     with quiet():
         groups = Groups()
         return [judge(recipe, groups) for recipe in recipes]

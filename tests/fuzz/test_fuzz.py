@@ -1,7 +1,5 @@
 """Random modules trained in random ways, compared with DistributedDataParallel; and what the fuzzer itself promises."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Trains the module of a recipe in one of several ways, and records everything visible after each action."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """One recipe trained in two or more ways, the verdict on the differences, and failing recipes made smaller."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from beside import gathered
 from fuzz.recipe import HAVE_BUFFERS, Recipe, smaller
 from fuzz.training import MeanOfRanks, MeanOfRanksWithCopies, Observation, Training
 from rank_pool import RankFailure, RankPool
@@ -50,8 +49,6 @@ DOCUMENTED_REFUSALS: dict[str, str] = {
 
 
 class Verdict(NamedTuple):
-    """The result of one case."""
-
     outcome: str  # one of `OUTCOMES`
     detail: str  # the first difference on the worst rank, with that rank
 
@@ -102,7 +99,7 @@ def _with_comm_hook(model: Any, recipe: Recipe, group: dist.ProcessGroup) -> Any
     return model
 
 
-def halves_hook(group, bucket):  # without annotations: DistributedDataParallel refuses those that are strings
+def halves_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Half of the mean, so that a hook that is not called is found."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
@@ -141,7 +138,7 @@ class Groups:
         self.current = self._new()
 
     def renew_after(self, raised: bool) -> None:
-        if any(gather(raised)):
+        if any(gathered(raised)):
             self.current = self._new()
 
     @staticmethod
@@ -242,7 +239,7 @@ def _refused_otherwise_than_ddp(ours: Sequence[Observation], theirs: Sequence[Ob
 
 
 def _agree(found: str | None) -> bool:
-    return all(each is None for each in gather(found))
+    return all(each is None for each in gathered(found))
 
 
 def _compare(recipe: Recipe, ours: Sequence[Observation], reference: Sequence[Observation]) -> Verdict:
@@ -259,20 +256,13 @@ def _compare(recipe: Recipe, ours: Sequence[Observation], reference: Sequence[Ob
 
 def worst_of(mine: Verdict) -> Verdict:
     """The worst verdict of all ranks; called on all ranks at once."""
-    verdicts = gather(mine)
+    verdicts = gathered(mine)
     rank = max(range(len(verdicts)), key=lambda rank: OUTCOMES.index(verdicts[rank].outcome))
     outcome, detail = verdicts[rank]
     return Verdict(outcome, f"rank {rank}: {detail}" if detail else "")
 
 
-def gather(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
 def judge_all(recipes: Sequence[Recipe]) -> list[Verdict]:
-    """Verdicts of many cases, in one call of a `RankPool`."""
     with quiet():
         groups = Groups()
         return [judge(recipe, groups) for recipe in recipes]

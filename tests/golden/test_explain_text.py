@@ -1,7 +1,5 @@
 """What ``python -m ddp_compile explain`` prints and writes for one small model. Paths are relative to this folder."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -55,7 +53,7 @@ bucket 0 launched early: after the backward of a partition
 bucket 1 not launched early: all gradients are there only when the backward of the graph ends
 graph 0: 2 buckets, 2 partitions
   cut at chunk
-    test_explain_text.py:27  upper, lower = self.first.weight.chunk(2)
+    test_explain_text.py:25  upper, lower = self.first.weight.chunk(2)
 """,
     )
     document = json.loads(data.read_text())

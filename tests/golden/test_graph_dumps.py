@@ -1,7 +1,5 @@
 """The visible output of a split: bucket table, graphs before and after, partitions, and explain(). Structure only."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator
@@ -125,15 +123,15 @@ MLP on 1 rank, gradient all-reduce; bucket_cap_mb=[9.53674e-06, 9.53674e-06], ba
 buckets 0-5 not launched early: there is one rank, so nothing is sent
 graph 0: 6 buckets, 3 partitions
   cut at layers.1 (linear_1)
-    test_graph_dumps.py:25  x = torch.tanh(layer(x))
+    test_graph_dumps.py:23  x = torch.tanh(layer(x))
   cut at layers.2 (linear_2)
-    test_graph_dumps.py:25  x = torch.tanh(layer(x))
+    test_graph_dumps.py:23  x = torch.tanh(layer(x))
   at layers.2 (linear_2): bucket 0 is launched with bucket 1: one node computes with gradients of both
-    test_graph_dumps.py:25  x = torch.tanh(layer(x))
+    test_graph_dumps.py:23  x = torch.tanh(layer(x))
   at layers.1 (linear_1): bucket 2 is launched with bucket 3: one node computes with gradients of both
-    test_graph_dumps.py:25  x = torch.tanh(layer(x))
+    test_graph_dumps.py:23  x = torch.tanh(layer(x))
   at layers.0 (linear): bucket 4 is launched with bucket 5: one node computes with gradients of both
-    test_graph_dumps.py:25  x = torch.tanh(layer(x))""",
+    test_graph_dumps.py:23  x = torch.tanh(layer(x))""",
     )
 
 

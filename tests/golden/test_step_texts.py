@@ -1,7 +1,5 @@
 """The texts of measured steps: one line for a log, and the table."""
 
-from __future__ import annotations
-
 import re
 
 from expecttest import assert_expected_inline

@@ -1,7 +1,5 @@
 """Tensors on a CUDA device for the tests of the kernels, and expected results, computed in float64."""
 
-from __future__ import annotations
-
 import functools
 
 import kernel_values

@@ -1,7 +1,5 @@
 """The CUDA kernels on a device: arithmetic against float64, streams, threads, graphs, operators, large buffers."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

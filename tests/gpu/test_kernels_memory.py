@@ -1,7 +1,5 @@
 """Every CUDA kernel on small tensors of all alignments: what ``make gpu-check`` also runs under compute-sanitizer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from device_tensors import NON_FINITE, POISON, on_gpu, rounded_product, values_of

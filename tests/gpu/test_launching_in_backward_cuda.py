@@ -1,7 +1,5 @@
 """Training on a CUDA device with buckets launched inside the compiled backward, with CUDA graphs and without."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

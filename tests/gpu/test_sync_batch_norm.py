@@ -1,7 +1,5 @@
 """torch's SyncBatchNorm in a replicated module, which computes on CUDA devices only. Never run yet."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Two ranks on one accelerator, over gloo, on streams of their own: the same training as on the CPU."""
 
-from __future__ import annotations
-
 import faulthandler
 from datetime import timedelta
 from pathlib import Path

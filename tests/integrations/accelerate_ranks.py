@@ -1,7 +1,5 @@
 """Training on ranks of a pool through Accelerate, with ddp_compile or with Accelerate's own DistributedDataParallel."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
@@ -48,8 +46,6 @@ def samples(num: int) -> TensorDataset:
 
 
 class Run(NamedTuple):
-    """One way to train, prepared."""
-
     accelerator: Accelerator
     model: Any
     optimizer: Any
@@ -214,8 +210,6 @@ def look_at_models(folder: str) -> None:
 
 
 class Kept(GeneralTracker):
-    """Keeps what is logged."""
-
     name, requires_logging_directory = "kept", False
     tracker = None
 

@@ -1,7 +1,5 @@
 """Runs functions of files with slow imports on ranks of a pool, in the environment of a launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,11 +1,7 @@
 """The code that tests of `DDPCompileStrategy` run on each rank, since importing Lightning takes seconds."""
 
-from __future__ import annotations
-
-import contextlib
 import copy
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 from torchmetrics.wrappers import MetricTracker
+from warned import warned
 
 from ddp_compile import ReplicationError, ddp_compile, is_replicated, shard_optimizer
 from ddp_compile.integrations.lightning import DDPCompileStrategy, LogCommunication
@@ -253,23 +250,7 @@ def differences(make: str, ours: dict[str, Any], theirs: dict[str, Any], **setti
     }
 
 
-@contextlib.contextmanager
-def warned() -> Iterator[list[str]]:
-    """Collects ddp_compile's warnings."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("ddp_compile")
-    log.addHandler(handler)
-    try:
-        yield said
-    finally:
-        log.removeHandler(handler)
-
-
 class Kept(Logger):
-    """Keeps what is logged."""
-
     name, version = "kept", 0
 
     def __init__(self) -> None:

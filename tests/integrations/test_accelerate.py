@@ -1,7 +1,5 @@
 """Hugging Face Accelerate with ddp_compile, compared with its own DistributedDataParallel on the same data."""
 
-from __future__ import annotations
-
 import math
 import re
 from importlib.util import find_spec
@@ -82,8 +80,7 @@ def test_communication_is_logged_with_what_a_script_logs(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "program",
-    ["count_both", "prepare_again", "read_handler", "trigger_sync_in_both", "accumulate_with_names_itself"],
+    "program", ["count_both", "prepare_again", "read_handler", "trigger_sync_in_both", "accumulate_with_names_itself"]
 )
 def test_other_programs(program: str, ranks: Ranks) -> None:
     """The docstring of each says what it asserts on both ranks."""

@@ -1,7 +1,5 @@
 """Training by Lightning with `DDPCompileStrategy`, on two ranks, compared with Lightning's own strategy "ddp"."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,8 +60,7 @@ def test_mean_over_tokens_is_that_of_one_process(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "program",
-    ["resume", "ignore_by_name", "hooked", "log_communication", "make_wrong_strategies", "raise_in_a_step"],
+    "program", ["resume", "ignore_by_name", "hooked", "log_communication", "make_wrong_strategies", "raise_in_a_step"]
 )
 def test_other_programs(program: str, ranks: Ranks, tmp_path: Path) -> None:
     """The name or docstring of each says what it asserts on both ranks."""

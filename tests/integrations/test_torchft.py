@@ -3,8 +3,6 @@
 tests/features/test_managed_replicas.py tests the rest, with a manager of its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time
@@ -18,10 +16,7 @@ import torch
 from process_copies import context_of_copies
 from torchft_replicas import Start, Step, loss_of, make_net, make_optimizer, run_rank, steps_in
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed"),
-    pytest.mark.long,
-]
+pytestmark = [pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed"), pytest.mark.long]
 TIMEOUT_S = 60.0
 
 

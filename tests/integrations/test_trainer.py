@@ -1,7 +1,5 @@
 """Hugging Face Trainer with ddp_compile, compared with its own DistributedDataParallel on the same data."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from itertools import product

@@ -1,7 +1,5 @@
 """A rank of a replica of torchft, for test_torchft.py. It writes down what every step has done."""
 
-from __future__ import annotations
-
 import pickle
 import time
 import traceback
@@ -24,8 +22,6 @@ STEP_S = 0.02  #: so that a replica alone does not run away
 
 
 class Step(NamedTuple):
-    """A step of one replica that was committed."""
-
     number: int
     num_participants: int
     takes_part: bool

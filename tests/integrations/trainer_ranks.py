@@ -1,7 +1,5 @@
 """Hugging Face Trainer on ranks of a pool, with ddp_compile or with its own DistributedDataParallel."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator

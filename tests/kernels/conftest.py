@@ -1,7 +1,5 @@
 """Fixtures of the tests of the kernels."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -4,8 +4,6 @@ Only what a driver does is replaced. Arguments arrive as the bytes that a launch
 for CUDA tensors.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
@@ -26,8 +24,6 @@ STREAM = 0xABCD
 
 
 class Launch(NamedTuple):
-    """A launch as the driver received it."""
-
     kernel: str
     num_blocks: int
     num_threads: int

@@ -1,7 +1,5 @@
 """Comparisons of the C++ library, or of the CUDA kernels on a device that takes CPU tensors, with the reference."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

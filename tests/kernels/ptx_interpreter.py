@@ -7,8 +7,6 @@ meet again after a branch. An instruction that the kernels do not have is an err
 Source: Parallel Thread Execution ISA, version 9.0.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The min-max codec and the averaging update: error bounds, edges of the float range, bit equality."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

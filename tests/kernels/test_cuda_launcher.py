@@ -1,7 +1,5 @@
 """The CUDA kernels and their launches, run on the CPU from the bytes that a launch would pass to the driver."""
 
-from __future__ import annotations
-
 import ctypes
 
 import kernel_values

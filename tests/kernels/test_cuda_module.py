@@ -1,7 +1,5 @@
 """The CUDA kernels if something that they need is missing, and how they are compiled and loaded."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator
@@ -161,9 +159,7 @@ def test_cuda_needs_the_library(
 
     monkeypatch.setattr(library, "load", refuse)
     assert executors.choose(torch.device("cuda", 0), torch.float32) == "reference"
-    assert caplog.messages == [
-        "gradients on cuda:0 are moved by torch's own operations: the C++ library was not built",
-    ]
+    assert caplog.messages == ["gradients on cuda:0 are moved by torch's own operations: the C++ library was not built"]
 
 
 @pytest.mark.parametrize("unsupported", [0, 1])

@@ -4,8 +4,6 @@ test_cuda_launcher.py runs the same sources with another device.cuh, faster and 
 cannot: conversions and accesses of the real device.cuh, and that nothing is misaligned or out of bounds.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The CUDA sources through the compilers themselves, NVRTC and nvcc, neither of which needs a device."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

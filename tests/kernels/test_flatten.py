@@ -1,7 +1,5 @@
 """Moving tensors into and out of a flat buffer, against arithmetic in double precision: each implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole plans, bit for bit those of torch's operations, over random shapes, layouts, offsets and dtypes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cuda_emulation import EmulatedDevice

@@ -1,7 +1,5 @@
 """The C++ loops of every instruction set that this processor has, and those of other builds, against torch's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory that is misaligned, shared, moved, freed, or used by two threads: refused with nothing written, or correct."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any

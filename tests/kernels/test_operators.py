@@ -1,7 +1,5 @@
 """The kernels as operators: opcheck, torch.compile, and which implementation runs."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The C++ library on several threads: the same bits, and not more threads than are useful or available."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

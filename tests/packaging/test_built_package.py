@@ -1,7 +1,5 @@
 """From a source archive to an installed wheel: with a compiler, without one, and if a failed build is an error."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -17,19 +15,9 @@ from process_copies import run_in_copy
 ROOT = Path(__file__).resolve().parents[2]
 # From a quarter of a second to several; and frameworks, which only their integrations import.
 SLOW_TO_IMPORT = (
-    "torch._dynamo",
-    "torch._inductor",
-    "torch._functorch.aot_autograd",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torch.distributed.tensor",
-    "torch.fx.experimental",
-    "sympy",
-    "numpy",
-    "tqdm",
-    "matplotlib",
-    *("accelerate", "lightning", "peft", "transformers"),
+    *("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.fx.experimental"),
+    *(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "optim", "tensor")),
+    *("sympy", "numpy", "tqdm", "matplotlib", "accelerate", "lightning", "peft", "transformers"),
 )
 NO_COMPILER = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
 

@@ -3,8 +3,6 @@
 Run ``python tests/parity/write_features_page.py``; `tests/unit/test_docs.py` compares the page with the table.
 """
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 
@@ -34,7 +32,6 @@ TAIL = """
 
 
 def format_page() -> str:
-    """The page generated from the table."""
     rows = [
         f"| {e.feature.value} | {'; '.join(other.value for other in e.others)} | {e.reason} | {e.way_out} |\n"
         for e in EXCLUSIONS

@@ -9,8 +9,6 @@ ids below tests/, of a whole test or of one of its cases. ``since`` is the torch
 that the package supports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -26,11 +24,7 @@ from ddp_compile.validation.torch_version import NEWEST_TESTED
 OLDEST = "2.11"  # pyproject.toml
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "ddp_parity.md"
-SECTIONS = {
-    "arguments": "Arguments of the constructor",
-    "methods": "Methods and attributes",
-    "behavior": "Behavior",
-}
+SECTIONS = {"arguments": "Arguments of the constructor", "methods": "Methods and attributes", "behavior": "Behavior"}
 VERDICTS = ("same", "better", "refused", "not yet")
 PROVED = ("same", "better", "refused")
 
@@ -86,14 +80,7 @@ def own_arguments() -> dict[str, str]:
 
 
 def differences(section: str, rows: Sequence[Row], names: Set[str], torch_version: str) -> list[str]:
-    """The differences between the rows of a section and DistributedDataParallel: one line for each name.
-
-    Args:
-        section: "arguments" or "methods"; of methods there may be rows for private ones, which are not looked for.
-        rows: All rows.
-        names: What the installed torch has.
-        torch_version: Its version.
-    """
+    """The differences between the rows of a section and DistributedDataParallel: one line for each name."""
     of_section = [row for row in rows if row.section == section]
     known = {row.name for row in of_section if row.is_in(torch_version)}
     ahead = {row.name: row.since for row in of_section if row.name not in known}
@@ -101,7 +88,7 @@ def differences(section: str, rows: Sequence[Row], names: Set[str], torch_versio
     for name in sorted(names - known):
         since = f', whose row says since = "{ahead[name]}"' if name in ahead else ", which has no row"
         lines.append(f"torch {torch_version} has {name}{since}: tests/parity/{section}.toml")
-    if section == "arguments":
+    if section == "arguments":  # of methods there may be rows for private ones, which are not looked for
         for name in sorted(known - names):
             lines.append(f"torch {torch_version} has no {name}, which has a row: tests/parity/{section}.toml")
     return lines
@@ -113,12 +100,7 @@ def cases_of(row: Row, cases: Mapping[str, Any]) -> list[str]:
 
 
 def problems_of(rows: Sequence[Row], cases: Mapping[str, Any]) -> list[str]:
-    """The errors in the rows, one line for each.
-
-    Args:
-        rows: All rows.
-        cases: The node ids of all collected cases.
-    """
+    """The errors in the rows, one line for each; ``cases`` are the node ids of all that were collected."""
     problems = []
     for row in rows:
         if row.verdict not in VERDICTS:
@@ -132,12 +114,7 @@ def problems_of(rows: Sequence[Row], cases: Mapping[str, Any]) -> list[str]:
 
 
 def format_page(rows: Sequence[Row], cases: Mapping[str, Any]) -> str:
-    """The page's text.
-
-    Args:
-        rows: All rows.
-        cases: The node ids of all cases, which have passed.
-    """
+    """The page's text; ``cases`` are the node ids of all that have passed."""
     proving = {case for row in rows for case in cases_of(row, cases)}
     totals = ", ".join(f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS)
     lines = [
@@ -185,12 +162,7 @@ class _Recorder:
 
 
 def run_pytest(rows: Sequence[Row], *options: str) -> _Recorder:
-    """Run pytest on the tests that the rows list.
-
-    Args:
-        rows: All rows.
-        options: Further arguments for pytest.
-    """
+    """Run pytest on the tests that the rows list."""
     recorder = _Recorder({test for row in rows for test in row.tests})
     # Whole files, since pytest collects nothing at all if it is given one test that does not exist.
     files = sorted({str(ROOT / test.split("::")[0]) for row in rows for test in row.tests})

@@ -1,7 +1,5 @@
 """Backward graphs as AOTAutograd makes them, built by hand node by node."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small graphs for tests of the passes: recorded from a function, built node by node, or captured by Dynamo."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

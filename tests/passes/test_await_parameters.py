@@ -1,7 +1,5 @@
 """Operators inside a forward graph wait for the parameters that the next nodes read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from backward_graphs import BackwardBuilder, aten, calls, context

@@ -1,7 +1,5 @@
 """Operators inside a backward graph that report complete buckets."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import replace
 

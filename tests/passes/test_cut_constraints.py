@@ -1,7 +1,5 @@
 """Where a graph must stay whole, and the reasons given."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -20,14 +18,6 @@ from ddp_compile.passes.analysis.graph_nodes import written_arguments
 
 def held_at(gm: fx.GraphModule) -> set[int]:
     return {at for held in find_held_cuts(gm) for at in range(held.first, held.last + 1)}
-
-
-def free_between(gm: fx.GraphModule, first: int, last: int) -> list[int]:
-    """The positions from first to last, both included, at which a cut is allowed."""
-    return sorted(set(range(first, last + 1)) - held_at(gm))
-
-
-# Values that cannot cross.
 
 
 def test_symbolic_sizes_cross() -> None:
@@ -85,9 +75,6 @@ def test_constants_cross(value: object) -> None:
     assert find_held_cuts(with_value(value)) == []
 
 
-# Modes.
-
-
 def without_gradients(x: Tensor) -> Tensor:
     y = x.sin()
     with torch.no_grad():
@@ -118,7 +105,7 @@ def test_regions_stay_whole(
     first, last = find(gm, *opened), find(gm, *closed)
     assert set(range(first + 1, last + 1)) <= held_at(gm)
     if function is not chosen_attention:  # which scaled_dot_product_attention itself holds up to its end
-        assert free_between(gm, first, last + 1) == [first, last + 1]
+        assert not {first, last + 1} & held_at(gm)
     reasons = {held.reason for held in find_held_cuts(gm)}
     assert function is not without_gradients or reasons == {"the region opened by grad_off stays whole"}
 
@@ -137,9 +124,6 @@ def test_autocast_may_be_cut() -> None:
     assert [len(mode_regions(gm)[node]) for node in (sin, cos)] == [1, 2]
 
 
-# Writes.
-
-
 def into_a_new_tensor(x: Any) -> Any:
     y = torch.sin(x)
     torch.cos(x)
@@ -154,7 +138,7 @@ def into_what_a_view_shows(x: Any) -> Any:
     return torch.sin(view)
 
 
-def into_an_input_that_was_read(x: Any, scale: Any) -> Any:
+def into_an_input_read(x: Any, scale: Any) -> Any:
     """The compiled backward may compute from the input again, and would find the new value."""
     y = torch.sin(torch.mul(x, scale))
     scale.add_(1)
@@ -163,11 +147,7 @@ def into_an_input_that_was_read(x: Any, scale: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "first", "is_exact"),
-    [
-        (into_a_new_tensor, "sin", True),
-        (into_what_a_view_shows, "view", False),
-        (into_an_input_that_was_read, "mul", True),
-    ],
+    [(into_a_new_tensor, "sin", True), (into_what_a_view_shows, "view", False), (into_an_input_read, "mul", True)],
 )
 def test_writes_hold_cuts(function: Callable[..., Any], first: str, is_exact: bool) -> None:
     gm, _ = record(function)
@@ -186,9 +166,6 @@ def test_inputs_may_be_written_anywhere() -> None:
         return y
 
     assert find_held_cuts(record(function).gm) == []
-
-
-# What counts as a write.
 
 
 def written_by(function: Callable[..., object], *args: object, **kwargs: object) -> list[str]:

@@ -1,7 +1,5 @@
 """In-place sums become out-of-place ones if the difference cannot be seen; other writes return their target."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 

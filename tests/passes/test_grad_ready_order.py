@@ -1,7 +1,5 @@
 """When each parameter's gradient is ready: the position of its earliest use, read from the end of the graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

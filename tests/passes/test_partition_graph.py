@@ -1,7 +1,5 @@
 """Cutting a graph: the partitions compute the same as the whole graph wherever it is cut; which values cross a cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -151,9 +149,7 @@ def test_symbols_of_partition_inputs(function: Callable[..., Tensor]) -> None:
         kinds = [isinstance(example, torch.SymInt) for example in examples]
         assert kinds == sorted(kinds, reverse=True), "a symbolic size after a tensor"
         sizes = [size for e in examples for size in (e.shape if isinstance(e, Tensor) else [e])]
-        mentioned = {
-            str(symbol) for size in sizes if not isinstance(size, int) for symbol in size.node.expr.free_symbols
-        }
+        mentioned = {str(s) for size in sizes if not isinstance(size, int) for s in size.node.expr.free_symbols}
         assert mentioned <= {str(example) for example in examples if isinstance(example, torch.SymInt)}
     assert mentioned
     assert_computes_the_same(gm, stitched, inputs)
@@ -166,9 +162,6 @@ def test_placeholders_keep_their_sources() -> None:
     first, second = partitions_of(stitched)
     sources = [[n._dynamo_source for n in p.graph.find_nodes(op="placeholder")] for p in (first, second)]
     assert sources == [[whole._dynamo_source], [None, whole._dynamo_source]]
-
-
-# Views.
 
 
 def view_and_its_base(x: Any) -> Any:
@@ -243,9 +236,6 @@ def test_views_of_user_functions_hold_cuts() -> None:
     # The caller gets it: it stays with its argument.
     gm, _ = record(lambda call, x: function(call, x, is_returned=True))
     assert {(h.first, h.last) for h in find_held_cuts(gm)} == {(find(gm, "sin") + 1, len(gm.graph.nodes) - 1)}
-
-
-# Sizes.
 
 
 def uses_sizes(x: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Passes run in order and are observed, and the version of the pipelines depends on their sources."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Views and casts of parameters move to their first use if that changes nothing else."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Choosing cuts: one partition for each bucket; a cut moves, or is given up, if the graph must stay whole there."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

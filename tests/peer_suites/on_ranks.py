@@ -1,7 +1,5 @@
 """Runs one test on ranks that are copies of this process, with a limit to its time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

@@ -5,8 +5,6 @@ which has to pass too, unless the test is in not_applicable.toml; then it has to
 a line for each test, and a table. The exit code is 1 if one failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Replacements for DistributedDataParallel in torch's tests of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The verdicts on torch's own tests with ddp_compile; run.py runs the tests themselves."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Most of them ask for GPUs, but test nothing that needs one. So the sources are c
 of any kind become the CPU, and decorators that skip a test without a GPU are dropped.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util
@@ -50,8 +48,6 @@ SMALLER = {"test_ddp_uneven_inputs": {1000: 40}}
 
 @dataclass(frozen=True)
 class PeerTest:
-    """One test, on a number of ranks."""
-
     module: ModuleType
     make_case: Callable[[str], Any]
     name: str
@@ -109,7 +105,7 @@ def load_for_cpu(name: str) -> ModuleType:
     module.__dict__.update(_on_cpu=_on_cpu, _no_cuda=_NO_CUDA)
     sys.modules[spec.name] = module  # unpickling looks up classes there
     exec(compile(for_cpu(source), file, "exec", dont_inherit=True), module.__dict__)
-    module.__dict__["init_multigpu_helper"] = _one_device_for_each_rank
+    module.__dict__["init_multigpu_helper"] = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
     return module
 
 
@@ -146,10 +142,6 @@ def _on_cpu(device: Any) -> Any:
     """The CPU for a GPU, by number, name or device; anything else is left."""
     is_number = isinstance(device, int) and not isinstance(device, bool)
     return torch.device("cpu") if is_number or str(device).startswith("cuda") else device
-
-
-def _one_device_for_each_rank(world_size: int, backend: str) -> dict[int, list[int]]:
-    return {rank: [rank] for rank in range(world_size)}
 
 
 def _nothing(*_: Any, **__: Any) -> None:

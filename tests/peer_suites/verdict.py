@@ -1,7 +1,5 @@
 """The verdict on a test that has ended, given the list of those that do not apply."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

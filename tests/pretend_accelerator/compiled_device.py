@@ -1,7 +1,5 @@
 """Compiles the C++ of the pretend accelerator, once for its sources and this torch."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

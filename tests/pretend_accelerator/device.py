@@ -4,8 +4,6 @@
 threads for it. So it must come before the first backward, and not in a process that runs other tests.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

@@ -1,7 +1,5 @@
 """Where a program trains: on which device and stream, on ranks or in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

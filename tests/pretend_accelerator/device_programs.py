@@ -4,8 +4,6 @@ A program trains on a `Where` and returns the parameters. Those that are expecte
 batch or, if ranks do something else than average gradients, from the same program on CPU ranks that compile nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import device
 import torch
 import torch.distributed as dist
 from device_places import PLACEMENTS, WIDTH, Side, Where, batch_of, placed
+from models import TanhLayer
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -38,21 +37,12 @@ NUM_STEPS = 7
 Parameters = list[Tensor]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class Unused(nn.Module):
     """Leaves a layer out in every second step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.sometimes = Block(), Block()
+        self.always, self.sometimes = TanhLayer(WIDTH), TanhLayer(WIDTH)
         self.step = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +51,7 @@ class Unused(nn.Module):
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 1))
+    return nn.Sequential(*(TanhLayer(WIDTH) for _ in range(4)), nn.Linear(WIDTH, 1))
 
 
 def seeded(make: Callable[[], nn.Module], where: Where) -> nn.Module:
@@ -298,15 +288,11 @@ def host_waits() -> int:
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and the oracle: ``expected`` is "one process" with all batches, or "CPU ranks".
-
-    Args:
-        tolerance: Of the largest absolute difference of a parameter.
-    """
+    """A program, and the oracle: ``expected`` is "one process" with all batches, or "CPU ranks"."""
 
     run: Callable[[Where], Parameters]
     expected: str = "one process"
-    tolerance: float = 2e-6
+    tolerance: float = 2e-6  # of the largest absolute difference of a parameter
 
 
 def averaging(tolerance: float = 2e-6, **settings: Any) -> Program:
@@ -322,7 +308,7 @@ BACKWARD, FORWARD = {"split": "backward"}, {"split": "forward"}
 PROGRAMS = {
     "backward split": averaging(**BACKWARD),
     "forward split": averaging(**FORWARD),
-    "regions": averaging(regions=[Block]),
+    "regions": averaging(regions=[TanhLayer]),
     "eager": averaging(backend="eager"),
     "static graph": averaging(static_graph=True, **BACKWARD),
     "unused parameters": averaging(make=Unused, find_unused_parameters=True),
@@ -358,7 +344,7 @@ PROGRAMS = {
     "sharded, read on another stream": Program(evaluated_between, tolerance=1e-5),
     "sharded Muon": averaging(is_sharded=True, optimizer=muon, tolerance=1e-4),
     "inductor": Program(with_inductor, tolerance=1e-5),
-    "inductor, regions": Program(partial(with_inductor, regions=[Block]), tolerance=1e-5),
+    "inductor, regions": Program(partial(with_inductor, regions=[TanhLayer]), tolerance=1e-5),
     "inductor, sharded": Program(partial(with_inductor, is_sharded=True), tolerance=1e-5),
     "without DLPack": Program(without_dlpack),
     "sharded, without DLPack": Program(partial(without_dlpack, is_sharded=True)),

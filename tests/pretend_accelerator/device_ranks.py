@@ -4,8 +4,6 @@ They are copies of a process that has imported torch and loaded the device, but 
 autograd's engine counts the devices, and makes a thread for each. So the copies of `process_copies` will not do.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

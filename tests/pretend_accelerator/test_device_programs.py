@@ -1,7 +1,5 @@
 """Training on the pretend accelerator, beside one process, CPU ranks, or DistributedDataParallel on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import Any

@@ -37,8 +37,6 @@ _DEPTH = 40
 
 @dataclass(frozen=True)
 class Stack:
-    """A call stack, innermost call first."""
-
     frames: tuple[tuple[CodeType, int], ...]
 
     @classmethod

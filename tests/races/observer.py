@@ -1,7 +1,5 @@
 """Reports every operator of torch's dispatcher to a `RaceDetector`, and records those that make the host wait."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Training programs, one for each way in which ranks communicate; see `stage`."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fake_manager import FakeManager
+from models import TanhLayer
 from stage import Blocking, Program, Roles, Stage, plain_batches
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -55,15 +54,6 @@ def _uncompiled(layer: nn.Module, x: Tensor) -> Tensor:
     return torch.tanh(layer(x))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
-
-
 class Branches(nn.Module):
     """Every second forward leaves a layer out."""
 
@@ -97,7 +87,6 @@ def train(
     prepare: Callable[[Any], object] = lambda model: None,
     **settings: Any,
 ) -> None:
-    """An ordinary loop."""
     model = replicated(stage, make(), **settings)
     prepare(model)
     stage.train(model, adam(model), plain_batches(4, WIDTH), times)
@@ -177,7 +166,9 @@ def normalized(stage: Stage, of_shards: bool = False, reads_early: bool = False,
             stage.wait_for(roles.caller)
             model.mean_loss.clone()
 
-    model = replicated(stage, nn.Sequential(Block(), Block()), **settings)  # no bucket has gradients of two streams
+    model = replicated(
+        stage, nn.Sequential(TanhLayer(WIDTH), TanhLayer(WIDTH)), **settings
+    )  # no bucket has gradients of two streams
     optimizer, batch = adam(model), plain_batches(4, WIDTH)
     optimizer = shard_optimizer(optimizer, model) if of_shards else optimizer
     for number, roles in enumerate(stage.steps(3)):
@@ -412,7 +403,7 @@ _ON_NCCL: dict[str, Program] = {
     # The bucket that is launched last is ready first, since parameters that are unused in the first iteration are not
     # packed again.
     "eager end": partial(train, make=partial(Layers, "eager"), find_unused_parameters=True),
-    "regions": partial(train, make=lambda: nn.Sequential(*(Block() for _ in range(3))), regions=[Block]),
+    "regions": partial(train, make=lambda: nn.Sequential(*(TanhLayer(WIDTH) for _ in range(3))), regions=[TanhLayer]),
     "buffers": partial(train, make=partial(Layers, normed=True)),
     "buffer hook": with_buffer_hook,
     "gradients of their own": partial(train, gradient_as_bucket_view=False),
@@ -463,14 +454,9 @@ _ON_NCCL: dict[str, Program] = {
 
 #: With groups whose ``wait()`` blocks the host.
 _ON_GLOO = (
-    "backward split",
-    "normalized",
-    "eager end",
-    "bf16 hook",
-    "ByteGrad, eager end",
-    "hierarchical, two nodes",
+    "backward split", "normalized", "eager end", "bf16 hook", "ByteGrad, eager end", "hierarchical, two nodes",
     "sharded",
-)
+)  # fmt: skip
 PROGRAMS = _ON_NCCL | {f"{name}, blocking": Blocking(_ON_NCCL[name]) for name in _ON_GLOO}
 
 #: In which the host must not wait for the device.

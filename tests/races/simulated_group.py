@@ -5,8 +5,6 @@ rank to rank run on one for each pair. Received values are NaN until the first w
 everything, has brought them. ``Work.wait()`` holds up the current stream and not the host.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta

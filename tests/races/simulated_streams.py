@@ -1,7 +1,5 @@
 """Streams on the CPU: the calls of `ddp_compile.runtime.comm.streams` to a device, reported to a `RaceDetector`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

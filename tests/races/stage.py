@@ -1,7 +1,5 @@
 """Where training programs run: streams for forward, AccumulateGrad and caller, and the steps of an ordinary loop."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -49,8 +47,6 @@ def all_roles(accumulate: str) -> list[Roles]:
 
 @dataclass
 class Outcome:
-    """Observations of one rank."""
-
     races: list[str] = field(default_factory=list)
     sites: dict[Site, int] = field(default_factory=dict)
     host_waits: list[str] = field(default_factory=list)  # in steps that were said to be steady
@@ -77,7 +73,6 @@ class Stage:
         return self._streams.detector
 
     def end(self, model: nn.Module) -> None:
-        """Note the parameters' values."""
         self.idle()
         self.outcome.parameters = [parameter.detach().clone() for parameter in model.parameters()]
 

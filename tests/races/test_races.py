@@ -1,7 +1,5 @@
 """No program has two accesses to memory that no wait orders, whichever streams it runs on, and each wait is needed."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

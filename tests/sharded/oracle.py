@@ -4,8 +4,6 @@ On each rank the plain module's optimizers step by the reduced gradients of the 
 have to have the same bits after each step, on any number of ranks. Gradients have to be the mean over the ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -229,15 +227,8 @@ def optimizers_by_name() -> dict[str, Callable[[Any], Optimizer]]:
     return OPTIMIZERS
 
 
-# The same code with shards and without.
-
-
 def make(
-    kind: str = "adamw",
-    module: nn.Module | None = None,
-    sharded: bool = True,
-    overlap: bool = True,
-    **settings: Any,
+    kind: str = "adamw", module: nn.Module | None = None, sharded: bool = True, overlap: bool = True, **settings: Any
 ) -> tuple[Any, Optimizer]:
     """A model, of four layers by default, and one optimizer that is stepped element by element."""
     torch.manual_seed(1)

@@ -1,7 +1,5 @@
 """Several sharded optimizers over one model, and parameters that one rank steps as a whole."""
 
-from __future__ import annotations
-
 import itertools
 import unittest
 from contextlib import nullcontext
@@ -11,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from beside import own_batch, seeded
+from beside import gathered, own_batch, seeded
 from models import loss_of
 from oracle import CAP_MB, WIDTH, Net, Pair, batch, matrices_and_others, muon, said_by
 from rank_pool import on_ranks
@@ -23,27 +21,22 @@ from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.owners import choose_owners
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
-# Owners.
 
-
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_each_matrix_has_one_owner() -> None:
     pair = Pair("muon")
     pair.train(0)
     pair.train(1)
     matrices, _ = matrices_and_others(pair.reference)
     mine = [tuple(p.shape) for group in pair.optimizers[0].param_groups for p in group["params"] if p.dim() == 2]
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
+    of_all = gathered(mine)
     assert sorted(shape for shapes in of_all for shape in shapes) == sorted(tuple(p.shape) for p in matrices)
     assert max(map(len, of_all)) == 2  # five matrices on three ranks
     state = pair.optimizers[0].state
     assert sorted(tuple(each["momentum_buffer"].shape) for each in state.values()) == sorted(mine)
 
 
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_more_ranks_than_matrices() -> None:
     with unittest.TestCase().assertLogs("ddp_compile.runtime.sharded.owners") as logs:
         pair = Pair("muon", net=lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3)))
@@ -66,24 +59,17 @@ def test_the_layers_of_a_transformer_are_even() -> None:
         assert owners.worst_of_mean <= 1.1, (world_size, owners.worst_of_mean)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_elementwise_does_not_cut_muon_matrices() -> None:
     torch.manual_seed(1)
     model: Any = ddp_compile(Net(), bucket_cap_mb=CAP_MB, backend="eager")
     shard_optimizer(muon(model), model, elementwise=True)
     loss_of(model(batch(0))).backward()
-    owned = [
-        gradient for bucket in model.bucket_plan.buckets for gradient in bucket.gradients if gradient.owner is not None
-    ]
+    owned = [g for bucket in model.bucket_plan.buckets for g in bucket.gradients if g.owner is not None]
     assert len(owned) == 5
 
 
-# What is sent, and when.
-
-
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_optimizers_stepped_in_another_order() -> None:
     pair = Pair("muon", bucket_cap_mb=1e-5)  # a bucket for each parameter
     pair.train(0)
@@ -99,8 +85,7 @@ def test_optimizers_stepped_in_another_order() -> None:
         pair.compare()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_collective_between_other_steps() -> None:
     torch.manual_seed(1)
     model: Any = ddp_compile(Net(), bucket_cap_mb=1e-5, backend="eager")
@@ -169,12 +154,8 @@ def test_no_step_copies_a_bucket(same_batches: bool) -> None:
     assert difference <= (0.0 if same_batches else 1e-5)
 
 
-# Half a step.
-
-
 @pytest.mark.parametrize("overlap", [True, False])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_missing_step_is_named(overlap: bool) -> None:
     pair = Pair("muon", overlap=overlap)
     pair.train(0)
@@ -196,8 +177,7 @@ def test_missing_step_is_named(overlap: bool) -> None:
     assert missing in said or "modified by an inplace operation" in said
 
 
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_step_gathers_once_without_waiting() -> None:
     pair = Pair("muon")
     pair.train(0)
@@ -215,8 +195,7 @@ def test_step_gathers_once_without_waiting() -> None:
     pair.model.await_parameters()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_a_step_that_is_refused_has_not_begun() -> None:
     pair = Pair("muon")
     pair.train(0)
@@ -227,8 +206,7 @@ def test_a_step_that_is_refused_has_not_begun() -> None:
     pair.train(2)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_grad_scaler_skips_one_optimizer() -> None:
     pair = Pair("muon")
     pair.train(0)

@@ -1,7 +1,5 @@
 """What a sharded optimizer does not do is an error by name, and never a step by other values than the user's."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib
@@ -88,8 +86,7 @@ def test_calls() -> None:
         shard_optimizer(optim.SGD(sparse.parameters()), replicated(sparse))
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_calls_once_sharded() -> None:
     model, optimizer = make()
     plain(model, optimizer, 0)
@@ -116,9 +113,6 @@ def test_calls_once_sharded() -> None:
     assert sorted(optimizer.state_dict()["state"]) == list(range(8))
 
 
-# Memory that is shared.
-
-
 class WithAlias(Mlp):
     """Has something on the memory of its first weight."""
 
@@ -143,8 +137,7 @@ OF_STORAGE = "parameters share a storage, which sharding would undo: layers.0.we
 BETWEEN_PROCESSES = "layers.0.weight, layers.0.bias, layers.1.weight, layers.1.bias lie in memory that other processes"
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_shared_memory() -> None:
     """At the call, at the end of the first backward, and after it."""
     changes: list[tuple[str, Callable[[WithAlias], Any]]] = [
@@ -182,8 +175,7 @@ def test_shared_memory() -> None:
         make(module=tied)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_sending_parameters_to_other_processes() -> None:
     """Copies may be sent."""
     model, optimizer = make()
@@ -195,11 +187,7 @@ def test_sending_parameters_to_other_processes() -> None:
         plain(model, optimizer, 3)
 
 
-# Gradients.
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_gradients() -> None:
     model, optimizer = make()
     first = next(model.parameters())
@@ -234,8 +222,7 @@ def test_gradients() -> None:
         kept.backward()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_a_gradient_that_is_never_reduced() -> None:
     model, optimizer = make(find_unused_parameters=False)
     plain(model, optimizer, 0)
@@ -246,8 +233,7 @@ def test_a_gradient_that_is_never_reduced() -> None:
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_forward_between_backward_and_step(is_local: bool) -> None:
     model, optimizer = make()
     loss_of(model(batch(0))).backward()
@@ -316,8 +302,7 @@ def test_gradients_stay_hidden_after_a_forward(split: str) -> None:
         assert "Clip with model.clip_grad_norm_(max_norm)" in text
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_step_after_the_model_is_gone() -> None:
     """A GradScaler asks for the gradients of an optimizer whose model is gone."""
     model, optimizer = make("sgd")
@@ -333,11 +318,7 @@ def test_step_after_the_model_is_gone() -> None:
     assert is_same_everywhere(after) and (before != after).any()
 
 
-# Ranks that differ.
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_different_calls() -> None:
     model, _ = make()
     loss_of(model(batch(0))).backward()
@@ -368,11 +349,7 @@ def test_a_rank_that_leaves_out_a_step(ranks: Ranks) -> None:
     assert nothing is None and said.kind == "ReductionError" and "gather of parameters after step 4" in said.message
 
 
-# Groups, and the end.
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_edits_of_groups() -> None:
     said = 'group["params"], or the number of groups, of a sharded optimizer has been changed'
     model, optimizer = make()
@@ -405,8 +382,7 @@ def test_edits_of_groups() -> None:
 
 
 @pytest.mark.parametrize(("is_gone", "stay"), [(False, 0), (True, 2)])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_unwrap_destroys_its_process_groups(is_gone: bool, stay: int) -> None:
     """Unless that of the model is gone."""
     groups = dist.distributed_c10d._world.pg_map
@@ -424,8 +400,7 @@ def test_unwrap_destroys_its_process_groups(is_gone: bool, stay: int) -> None:
     dist.barrier()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_unwrap_early_and_after_an_error() -> None:
     model, optimizer = make()
     model.unwrap()
@@ -446,12 +421,8 @@ def test_unwrap_early_and_after_an_error() -> None:
         optimizer.step()
 
 
-# A step that raises.
-
-
 @pytest.mark.parametrize("left", [0, 1, 2])  # in the first bucket, between, and in the last, outside of our hooks
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_states_after_a_step_that_is_interrupted(left: int) -> None:
     model = replicated(Mlp(WIDTH, 3))
     held = list(model.parameters())
@@ -496,8 +467,7 @@ def test_states_after_a_step_that_is_interrupted(left: int) -> None:
         optimizer.step()
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_parameters_of_another_dtype() -> None:
     model, optimizer = make("sgd")
     loss_of(model(batch(0))).backward()

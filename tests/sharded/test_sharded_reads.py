@@ -1,7 +1,5 @@
 """Parameters of a sharded optimizer are complete when they are read, by compiled code and after errors too."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import time
@@ -22,8 +20,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp_compile import ReductionError
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
-
-# Reading.
 
 READERS: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "held since before": lambda model, held: torch.cat([p.detach().flatten() for p in held]),
@@ -194,8 +190,7 @@ def test_forward_waits_before_each_read(backend: str, split: str) -> None:
     assert [name if name.startswith("left ") else "mm" for name in found][: 2 * num_buckets] == expected
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_profiler_does_not_see_messages() -> None:
     """One that stops after a step; see `unprofiled_messages`."""
     model, optimizer = make()
@@ -294,8 +289,7 @@ def test_parameters_that_never_came_stay_an_error(ranks: Ranks, stance: str) -> 
     assert all("gather of parameters after step 2 failed" in each for each in said)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_reads_in_a_forked_child_are_refused() -> None:
     model, optimizer = make()
     held = next(model.parameters())

@@ -1,7 +1,5 @@
 """States of sharded optimizers: each rank saves its part, and any number of ranks loads it, as without shards."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path
@@ -178,8 +176,7 @@ def test_boxes_are_the_elements_of_a_range(shape: list[int], data: st.DataObject
 # Optimizers that step whole parameters: precision, checkpoints, other numbers of ranks.
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_low_precision_states_to_master_weights() -> None:
     """From an unsharded run, before the first backward: tensors of other shapes, alone and in lists."""
     for make_of, settings in (KINDS["adafactor"], KINDS["whitening"]):
@@ -203,8 +200,7 @@ def test_low_precision_states_to_master_weights() -> None:
         assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_a_state_of_no_parameter_is_refused() -> None:
     pair = Pair("muon")
     pair.train(0)

@@ -1,7 +1,5 @@
 """Sharded optimizers train as unsharded ones do. With two ranks, `fuzz.sharded` compares every optimizer of torch."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from typing import Any
@@ -23,8 +21,7 @@ from ddp_compile.algorithms import GradientAllReduce
 
 @pytest.mark.parametrize("world_size", only([3], [2, 3]))
 @pytest.mark.parametrize("kind", KINDS)
-@on_ranks()
-@torch.compiler.set_stance("force_eager")
+@on_ranks(eagerly=True)
 def test_steps_are_those_of_unsharded_optimizers(kind: str, world_size: int) -> None:
     pair = Pair(kind, overlap=world_size == 2)
     model, optimizers = pair.model, pair.optimizers
@@ -78,8 +75,7 @@ def test_steps_are_those_of_unsharded_optimizers(kind: str, world_size: int) -> 
 
 
 @pytest.mark.long
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_every_optimizer_on_three_ranks() -> None:
     for kind in optimizers_by_name():
         pair = Pair(kind)
@@ -151,12 +147,8 @@ def test_ddp_parity() -> None:
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
-# Low precision.
-
-
 @pytest.mark.parametrize(("master_weights", "expected"), [(True, 0.95), (False, 1.0)])
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_fifty_steps_of_a_thousandth(master_weights: bool, expected: float) -> None:
     """Each of them is lost in bfloat16. What a user writes is stepped from."""
     model: Any = ddp_compile(Mlp(WIDTH, 3).to(torch.bfloat16), backend="eager")
@@ -177,9 +169,6 @@ def test_fifty_steps_of_a_thousandth(master_weights: bool, expected: float) -> N
         next(model.parameters()).fill_(0.5)
     optimizer.step()
     assert (next(model.parameters()) == 0.5).all()
-
-
-# Ordinary code.
 
 
 def local_gradients_dropped(model: Any, optimizer: Any) -> None:
@@ -350,8 +339,7 @@ def steps_without_gradients(model: Any, optimizer: Any) -> None:
             model.layers[1].requires_grad_(False)
 
 
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(2, eagerly=True)
 def test_ordinary_code_trains_as_without_shards() -> None:
     assert_trains_alike(local_gradients_dropped)
     assert_trains_alike(hooks_around_steps)
@@ -372,8 +360,7 @@ def test_forwards_between_compiled(split: str) -> None:
     assert_trains_alike(edits_after_a_forward, tolerance=1e-6, kind="sgd", backend="aot_eager", split=split)
 
 
-@on_ranks(3)
-@torch.compiler.set_stance("force_eager")
+@on_ranks(3, eagerly=True)
 def test_zeroing_on_ranks_without_pieces() -> None:
     """Each of the first two of three ranks owns a matrix, and the first one has all of the biases."""
 

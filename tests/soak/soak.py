@@ -8,8 +8,6 @@ quarter. Then each rank makes ``--models`` models one after the other, trains, u
 with 1 if something grows: see `LIMITS`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os
@@ -57,8 +55,6 @@ class Figures(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A way to train."""
-
     make: Callable[[], tuple[Any, torch.optim.Optimizer]]
     end: Callable[[Any], None] = lambda model: None
 
@@ -159,11 +155,7 @@ def run_rank(rank: int, folder: str, name: str, amount: int) -> None:
 
 
 def what_grows(found: list[Figures], num_models: int) -> list[str]:
-    """What exceeds its limit, in words.
-
-    Args:
-        num_models: How many models were made; 0 if one model was trained.
-    """
+    """What exceeds its limit, in words; ``num_models`` is 0 if one model was trained."""
     first, last = found[0], found[-1]
     limits = LIMITS | {"memory MiB": LIMITS["memory MiB"] + MIB_OF_A_MODEL * num_models}
     growth = dict(zip(limits, (b - a for a, b in zip(first[:4], last[:4], strict=True)), strict=True))

@@ -1,7 +1,5 @@
 """``make soak`` in small: what is reported, and that growth is found."""
 
-from __future__ import annotations
-
 import pytest
 from soak import soak
 

@@ -1,7 +1,5 @@
 """Gradients and plans that the tests of packing share."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Settings: capacities in MiB become bytes; arguments of DistributedDataParallel are taken or refused by name."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
@@ -65,7 +63,7 @@ def test_every_argument_of_ddp() -> None:
 
 def test_no_process_group() -> None:
     with pytest.raises(
-        RuntimeError, match=r"init_process_group\(\).*torchrun --standalone --nproc-per-node 2"
+        RuntimeError, match=r"init_process_group\(\).*torchrun --standalone --nproc-per-node"
     ) as refused:
         ddp_compile(nn.Linear(3, 3))
     assert isinstance(refused.value, ValueError)

@@ -1,7 +1,5 @@
 """The commands that check and time everything on a CUDA device: what they start, their limits, and what they leave."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

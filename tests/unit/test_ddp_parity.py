@@ -3,8 +3,6 @@
 This file does not run those tests; ``make parity`` runs just these and writes the page.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 

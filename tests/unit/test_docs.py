@@ -1,7 +1,5 @@
 """The documents agree with the code, and the page of error messages quotes its texts."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil

@@ -1,7 +1,5 @@
 """Explanations as data: JSON and back, what is wrong with JSON, and the text on a report's page."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from html import escape
@@ -37,11 +35,7 @@ def explanation() -> Explanation:
         algorithm=HOSTILE,
         settings=(f"backend={HOSTILE!r}",),
         plan=plan_in_frames(gradients(10, 20, 30), [0, 1], cap_bytes=30),
-        launches=(
-            BucketLaunch(0, True, HOSTILE),
-            BucketLaunch(1, False, "because"),
-            BucketLaunch(2, True, HOSTILE),
-        ),
+        launches=(BucketLaunch(0, True, HOSTILE), BucketLaunch(1, False, "because"), BucketLaunch(2, True, HOSTILE)),
         graphs=(
             GraphExplanation(0, 2, parts, False, (), (refusal, replace(refusal, source=None, bucket=None))),
             GraphExplanation(1, 0, (Partition((), None, None, None),), True, (refusal,), ()),

@@ -1,7 +1,5 @@
 """Memory of gradients: what holds one, and devices without DLPack. Trainings: features/test_user_gradients.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

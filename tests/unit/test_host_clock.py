@@ -1,7 +1,5 @@
 """Clocks of ranks are aligned from all-gathers alone; each rank here is a thread with a clock of its own."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory that is freed and needed again. Each setting runs in a separate process, since it cannot be undone."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

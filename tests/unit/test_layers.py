@@ -1,7 +1,5 @@
 """The imports in the sources: layers import lower ones only, and private torch names are used in one folder only."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib

@@ -1,7 +1,5 @@
 """Local forwards between others. Transitions that are refused: features/test_interrupted_iterations.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

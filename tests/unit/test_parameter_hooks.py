@@ -1,7 +1,5 @@
 """The gradients of which the reducer is notified, and those that are only counted."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -53,10 +51,6 @@ class Listener:
                 self.hooks.note_last(index)
 
 
-def two_buckets(params: list[Parameter]) -> tuple[Bucket, Bucket]:
-    return bucket_of(params, 3, 4, 5), bucket_of(params, 2, 1, 0)
-
-
 def parameters(count: int) -> list[Parameter]:
     return [Parameter(torch.ones(2)) for _ in range(count)]
 
@@ -65,7 +59,7 @@ def batched() -> tuple[Listener, list[Parameter], ParameterHooks]:
     """Six parameters in two buckets, whose gradients are only counted but for those that are expected last."""
     listener, params = Listener(), parameters(6)
     hooks = ParameterHooks(params, Accumulators(params), listener)
-    listener.batch(hooks, *two_buckets(params))
+    listener.batch(hooks, bucket_of(params, 3, 4, 5), bucket_of(params, 2, 1, 0))
     return listener, params, hooks
 
 

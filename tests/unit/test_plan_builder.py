@@ -1,7 +1,5 @@
 """The plan of a module: it grows frame by frame, is sealed, and has its tail packed again."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Predicted steps and the fastest plan: every plan of a few gradients is tried, and none ends a step earlier."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -105,9 +103,6 @@ def test_fastest_plan_beats_capacities(is_sharded: bool, mixed: bool) -> None:
         for cap_bytes in (4000, 20_000, 10**6):
             slack = 1.03 if is_sharded else 1.0  # the capacities that are tried are a factor of sqrt(2) apart
             assert step_s <= slack * predict(plan_buckets(specs, cap_bytes), costs).step_s
-
-
-# Bad input.
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])

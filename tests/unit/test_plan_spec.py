@@ -1,7 +1,5 @@
 """Packing gradients into buckets: pure arithmetic, so every claim is checked on plans of a few gradients."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -21,9 +19,6 @@ from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketPlan, BucketSpec, GradientSpec
 
 MIB = 2**20
-
-
-# How much goes into a bucket.
 
 
 HUNDREDS = gradients(*[100] * 9)  # of 400 bytes
@@ -87,9 +82,6 @@ def test_packing_as_torch(seed: int) -> None:
     assert members(plan_buckets(gradients(*numels), caps).buckets) == theirs
 
 
-# Where gradients lie in a bucket.
-
-
 @pytest.mark.parametrize(
     ("layout", "offsets", "num_bytes"),
     [("padded", (0, 128, 256, 512, 512), 768), ("ddp", (0, 4, 132, 264, 264), 4 * (1 + 32 + 33 + 64))],
@@ -107,9 +99,6 @@ def test_layout_of_owners() -> None:
     assert bucket.byte_offsets == (640, 0, 384, 768, 128) and bucket.num_bytes == 896
     assert bucket.bytes_of_owner == {None: (0, 384), 0: (384, 640), 1: (640, 896)}
     assert BucketPlan.from_json(BucketPlan((bucket,)).to_json()).buckets == (bucket,)
-
-
-# JSON and digest.
 
 
 def print_digest(plan: str) -> None:

@@ -1,7 +1,5 @@
 """What reports of simulated steps advise, word for word, and what they must not say."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

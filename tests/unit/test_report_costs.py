@@ -1,7 +1,5 @@
 """Costs from measured steps: the line through transfers, times of gradients, and reports that do not fit."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Sequence
@@ -152,9 +150,7 @@ def test_all_reduce_of_a_sharded_optimizer() -> None:
 
 
 def test_profiles_that_say_too_little() -> None:
-    with pytest.raises(
-        ValueError, match="the profile has gather transfers of 0 sizes whose end is known, and a latency"
-    ):
+    with pytest.raises(ValueError, match="the profile has gather transfers of 0 sizes whose end is known"):
         collective_of(measured(), "gather")
     with pytest.raises(ValueError, match="the profile has 0 steps, and none in which every bucket is reduced; measure"):
         costs_of(replace(measured(), steps=()), LINK)
@@ -163,7 +159,5 @@ def test_profiles_that_say_too_little() -> None:
 def test_times_that_give_no_rate() -> None:
     report = measured()
     swapped = BucketPlan(renumbered(report.plan.buckets[::-1]))
-    with pytest.raises(
-        ValueError, match=r"4000 bytes took 9\.000 ms and 8000 bytes took 5\.000 ms, so the times give no"
-    ):
+    with pytest.raises(ValueError, match=r"4000 bytes took 9\.000 ms and 8000 bytes took 5\.000 ms, so the times give"):
         collective_of(replace(report, plan=swapped))

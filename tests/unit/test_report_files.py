@@ -1,7 +1,5 @@
 """Files of reports: the page is small, offline and escaped; the trace has what was measured."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter
@@ -123,9 +121,7 @@ def test_trace(tmp_path: Path) -> None:
 def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = six_buckets(steps=1)
     for suffix in (".pdf", ".png", ""):
-        with pytest.raises(
-            ValueError, match=rf"this process: .* '{suffix}'; end it with one of \.html, \.perfetto-trace"
-        ):
+        with pytest.raises(ValueError, match=rf"this process: .* '{suffix}'; end it with one of \.html, \.perf"):
             report.save(tmp_path / f"step{suffix}")
     with pytest.raises(ValueError, match=r"plot\('step.png'\) is no longer there, .* call save\(\"step.html\"\)"):
         report.plot("step.png")

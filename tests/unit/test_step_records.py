@@ -1,7 +1,5 @@
 """Records on a device with streams, whose events have times that are known later."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
