@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -215,7 +215,7 @@ class ReplicatedModule(nn.Module):
         """
         return state_of(self).reducer.algorithm
 
-    def set_comm_algorithm(self, algorithm: AlgorithmConfig, **removed: Never) -> None:
+    def set_comm_algorithm(self, algorithm: AlgorithmConfig, optimizers: None = None) -> None:
         """Use another algorithm from the next forward on. Call this on every rank between the same two steps.
 
         If parameters may differ between the ranks, they become the mean over the ranks first. The state of the previous
@@ -224,17 +224,17 @@ class ReplicatedModule(nn.Module):
         Args:
             algorithm: As for ``ddp_compile``. After one that averages parameters it cannot be one that averages
                 gradients, since the states of the ranks' optimizers differ.
-            **removed: Refused. For ``optimizers``, which has gone, the error says what to do.
+            optimizers: No longer taken; their states were once averaged.
 
         Raises:
-            TypeError: Not an `AlgorithmConfig`, or an unknown argument.
+            TypeError: Not an `AlgorithmConfig`, or ``optimizers`` are given.
             ValueError: A setting that does not fit the ranks.
             RuntimeError: A backward has not been completed, or the algorithm does not take the module's gradients,
                 excludes another feature, or cannot follow the previous one.
             RanksDifferError: After the first backward, another rank sets another algorithm, or none in time.
         """
-        for name in removed:
-            raise TypeError(f"set_comm_algorithm() does not take {name}=; to send gradients again, {REPLICATE_ANEW}")
+        if optimizers is not None:
+            raise TypeError(f"set_comm_algorithm() takes no optimizers; to send gradients again, {REPLICATE_ANEW}")
         state_of(self).set_comm_algorithm(algorithm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -164,11 +164,8 @@ class ReplicateState:
     def _compile_calls(self, module: nn.Module, in_backward: bool, by_regions: bool) -> None:
         from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend
 
-        settings, config, numbers = (
-            self.compile_settings,
-            self.config,
-            {id(p): i for i, p in enumerate(self.reduced.values())},
-        )
+        settings, config = self.compile_settings, self.config
+        numbers = {id(p): i for i, p in enumerate(self.reduced.values())}
         names = {id(submodule): name for name, submodule in module.named_modules() if name}
         # Gradients that are not sent or not views need not move, and gradients that may be added to must not.
         are_views = config.gradient_as_bucket_view and config.reduce_dtype is None

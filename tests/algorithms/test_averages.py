@@ -478,8 +478,8 @@ def test_every_algorithm_follows_every_other() -> None:
     for step in range(4):
         train_step(model, optimizer, step)
     assert is_same_everywhere(flat_of(model))
-    with pytest.raises(TypeError, match=r"does not take optimizers=; .*unwrap\(\).* its optimizers anew"):
-        model.set_comm_algorithm(LocalSGD(period=2), optimizers=[optimizer])
+    with pytest.raises(TypeError, match=r"takes no optimizers; .*unwrap\(\).* its optimizers anew"):
+        model.set_comm_algorithm(LocalSGD(period=2), [optimizer])  # also by position
 
 
 @on_ranks(2)

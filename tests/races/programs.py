@@ -166,9 +166,8 @@ def normalized(stage: Stage, of_shards: bool = False, reads_early: bool = False,
             stage.wait_for(roles.caller)
             model.mean_loss.clone()
 
-    model = replicated(
-        stage, nn.Sequential(TanhLayer(WIDTH), TanhLayer(WIDTH)), **settings
-    )  # no bucket has gradients of two streams
+    # No bucket has gradients of two streams.
+    model = replicated(stage, nn.Sequential(TanhLayer(WIDTH), TanhLayer(WIDTH)), **settings)
     optimizer, batch = adam(model), plain_batches(4, WIDTH)
     optimizer = shard_optimizer(optimizer, model) if of_shards else optimizer
     for number, roles in enumerate(stage.steps(3)):
