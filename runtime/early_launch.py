@@ -178,6 +178,7 @@ class EarlyLaunch:
         if computed is None:
             return False
         self._set.note_arrival(index)
+        self._set.of_parameter[index].note_stream()
         computed.arrive(index)
         return True
 

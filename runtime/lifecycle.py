@@ -67,6 +67,7 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
             # AccumulateGrad has written to a buffer that is being reduced.
             (launched, Event.GRADIENT): failed,
             # The last backward raised, and the iteration was not replaced.
+            (reducing, Event.GRADIENT): failed,
             (reducing, Event.FORWARD): failed,
             (reducing, Event.LOCAL_FORWARD): failed,
             (failed, Event.FORWARD): failed,

@@ -65,6 +65,7 @@ class Normalizer:
         self._losses: list[Tensor] = []
         self._is_wrong = False  # some micro-batch was not counted
         self._is_counted = self._has_gradients = False  # of this micro-batch
+        self._has_returned = self._is_of_returned = False  # a forward, and whether the count came after it
         self._is_first = True  # whether no backward of the step has come
         self._message: Tensor | None = None  # sent
         self._work: dist.Work | None = None  # until it has been waited for
@@ -102,10 +103,11 @@ class Normalizer:
         if is_sealed and not self._is_agreed:
             self._monitor.agree_on_normalizing()
             self._is_agreed = True
-        self._is_counted = True
+        self._is_counted, self._is_of_returned = True, self._has_returned
         self._counts.append(count)
         self._losses += [] if loss is None else [loss]
-        if is_last and is_sealed:
+        # A forward that has not come may raise on this rank alone, which then repeats it.
+        if is_last and is_sealed and self._is_of_returned:
             self._send()
 
     @property
@@ -179,14 +181,18 @@ class Normalizer:
     def forward_begins(self) -> None:
         """A forward with gradients begins, or a micro-batch is counted: another one, if gradients have come."""
         if self._has_gradients:
-            self._is_counted = self._has_gradients = False
+            self._is_counted = self._has_gradients = self._has_returned = False
+
+    def forward_returns(self) -> None:
+        """A forward with gradients has returned."""
+        self._has_returned = True
 
     def forward_raised(self) -> None:
         """A forward with gradients has raised: if its micro-batch has been counted, forget that."""
-        if self._is_counted:
+        if self._is_counted and not self._is_of_returned:
             self._counts.pop()
             self._losses = self._losses[: len(self._counts)]
-            self._is_counted, self._message, self._work, self._received = False, None, None, None
+            self._is_counted = False
 
     def gradients_arrive(self, holds_values: Callable[[], bool]) -> None:
         """A backward brings gradients. Called for each gradient of a backward inside ``no_sync``.

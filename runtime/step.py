@@ -133,6 +133,7 @@ class Step:
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # Not waited for: ranks that stopped elsewhere may never join what this rank launched.
             raise error_messages.out_of_step()
+        self._monitor.forwards.forward_begins()
         records, algorithm = self._queue.records, self._queue.algorithm
         records.forward_begins()
         self.normalizer.forward_begins()
@@ -149,6 +150,10 @@ class Step:
         if synchronize:
             self._lifecycle.forward_raised()
         self.normalizer.forward_raised()
+
+    def forward_returns(self) -> None:
+        """The forward that was announced by `prepare_for_backward` has returned."""
+        self.normalizer.forward_returns()
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronized forward, find the parameters that no backward from its outputs can reach."""
@@ -209,13 +214,15 @@ class Step:
     def _is_local(self) -> bool:
         """Whether a gradient that comes now stays on this rank.
 
-        It may be of a forward inside ``no_sync`` although another backward is expected, if nothing has reached the
-        forward of that one: it comes later, or it has raised in the loss.
+        It may be of a forward inside ``no_sync`` although another backward is expected, or has come already. If outputs
+        of neither forward can be watched, it is taken for local as long as nothing has reached the other one.
         """
         lifecycle, forwards = self._lifecycle, self._monitor.forwards
-        if lifecycle.phase.state is State.LOCAL:
-            return True
-        return lifecycle.had_local_forward and lifecycle.phase.state is State.ARMED and forwards.awaits_backward
+        if lifecycle.phase.state is not State.ARMED:
+            return lifecycle.phase.state is State.LOCAL
+        if forwards.is_local is None:
+            return lifecycle.had_local_forward and forwards.awaits_backward
+        return forwards.is_local
 
     def _enter_backward(self, arriving: tuple[int, ...], is_computed: bool = False) -> None:
         """A backward has brought the gradients of these parameters. The first time, prepare for the rest."""
@@ -497,7 +504,7 @@ class Step:
         if self._lifecycle.phase.state is State.LOCAL:  # a hook called the module inside no_sync
             self._alone.forget()
         elif arrived := self._alone.backward_ends():
-            self._start_iteration()
+            self._start_iteration(tuple(arrived))
             for index in arrived:
                 self._set.note_arrival(index)
             for index, bucket in enumerate(self._set.of_parameter):

@@ -96,8 +96,12 @@ class DelayedAllReduce:
             )
         torch_internals.queue_backward_callback(self._all_reduce)
 
-    @torch.no_grad()
+    # Without a decorator, whose code all decorated functions share: no callback of the engine is compiled.
     def _all_reduce(self) -> None:
+        with torch.no_grad():
+            self._all_reduce_each_dtype()
+
+    def _all_reduce_each_dtype(self) -> None:
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in self._parameters.values():
             if parameter.grad is None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,10 @@ REPLICATE_ANEW = (
 )
 
 
+class _OfThread(threading.local):
+    names_parameters = False  #: while it lists parameters whose values may be under way
+
+
 class ReplicateState:
     """The data-parallel half of one module."""
 
@@ -73,7 +78,8 @@ class ReplicateState:
         self.measurement: Measurement | None = None  # the last one
         self.is_generating = False  # in the module's method ``generate``, whose forwards get longer and longer
         # Whether a forward with gradients is under way; see `naming_parameters` and `await_before_python`.
-        self._is_training = self._names_parameters = self._has_waited = False
+        self._is_training = self._has_waited = False
+        self._of_thread = _OfThread()
         self._was_compiled = self._ran_uncompiled = False  # any forward with gradients; the last one
         # The second counter includes forwards that `prepare_for_backward_of` announces.
         self._num_forwards = self._num_with_gradients = 0
@@ -293,6 +299,7 @@ class ReplicateState:
         num_graphs = self.num_graphs
         with self.reducer.algorithm.using_parameters(trains=True):
             outputs = self._call_with_gradients(module, args, kwargs, kind, source)
+        self.reducer.forward_returns()
         if self.num_graphs != num_graphs:
             # A parameter, for example its dtype, may have changed since the last check.
             self._refuse_changes(module)
@@ -300,12 +307,12 @@ class ReplicateState:
             self.reducer.await_at_the_end(self.buffers.after_forward())
             self.reducer.search_unused_parameters(outputs)
         # In evaluation mode a forward need not have a backward: no_grad may have been forgotten.
-        self.monitor.forward_ends(kind, outputs if self.requires_sync else None, trains=module.training)
+        self.monitor.forward_ends(kind, outputs, trains=module.training, is_local=not self.requires_sync)
         return outputs
 
     def await_parameters(self) -> None:
         """Return when all parameters are complete."""
-        if not self._names_parameters:
+        if not self._of_thread.names_parameters:
             self.reducer.algorithm.sharding.await_parameters()
 
     def await_before_python(self) -> None:
@@ -323,9 +330,14 @@ class ReplicateState:
         finally:
             setattr(self, attribute, before)
 
-    def naming_parameters(self) -> AbstractContextManager[None]:
-        """Inside, parameters are listed but their values are not read."""
-        return self.setting("_names_parameters", True)
+    @contextmanager
+    def naming_parameters(self) -> Iterator[None]:
+        """Inside, parameters are listed but this thread does not read their values."""
+        before, self._of_thread.names_parameters = self._of_thread.names_parameters, True
+        try:
+            yield
+        finally:
+            self._of_thread.names_parameters = before
 
     @property
     def runs_uncompiled(self) -> bool:
@@ -361,7 +373,7 @@ class ReplicateState:
                 return self._call_evaluation(module, *args, **kwargs)
             outputs = self._call_training(module, *args, **kwargs)
             is_one_graph = runs == [True] and runs is self.backend.runs  # another one after a call inside this one
-        except Exception:
+        except BaseException:  # Ctrl-C too
             self.reducer.forward_raised(self.requires_sync)
             raise
         finally:

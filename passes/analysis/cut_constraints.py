@@ -9,7 +9,8 @@ separately and sees only the values that cross. A cut is held, that is, refused,
 - a mode is on that the next partition could not enter again: grad mode off, inference mode, functorch levels. Autocast
   is allowed, since `partition_graph` leaves and re-enters it.
 - a hook on an intermediate value's gradient would be separated from the value, and would see only the part of the
-  gradient from later partitions; or ``as_strided`` would be separated from the tensor whose storage it reads.
+  gradient from later partitions; ``as_strided`` would be separated from the tensor whose storage it reads; or
+  ``torch.autograd.grad`` from what it differentiates.
 - a write would be separated from its target. Partitions get example inputs that share no memory, so a write to one of
   two views would not reach the other, and a tensor that a compiled partition saved for its backward would have changed
   by the time it is used.
@@ -30,13 +31,13 @@ from torch._ops import HigherOrderOperator
 from ddp_compile import torch_internals
 from ddp_compile.passes.analysis.graph_nodes import (
     aliases_by_storage,
+    aliases_of,
     example_value,
     has_example_value,
     is_constant,
     is_input,
     positions,
     target_name,
-    tensors_in,
     written_arguments,
 )
 from ddp_compile.passes.analysis.views import ViewTrees, is_only_view
@@ -167,6 +168,8 @@ def _ties_to_a_value(gm: fx.GraphModule) -> list[HeldCuts]:
     held = []
     for node, at in position.items():
         name = target_name(node)
+        if node.target is torch.autograd.grad:
+            held.append(HeldCuts(0, at, f"{node.name} differentiates what is before it"))
         if node.op not in ("call_function", "call_method") or name not in ("register_hook", "as_strided"):
             continue
         what = "is a hook on the gradient of" if name == "register_hook" else "reads the storage of"
@@ -216,10 +219,7 @@ def _writes_after_views(gm: fx.GraphModule) -> list[HeldCuts]:
     held = []
     for node, at in position.items():
         for target in written_arguments(node):
-            keys = [torch_internals.storage_key(tensor) for tensor in tensors_in(target)]
-            sharing = [alias for key in keys if key is not None for alias in storages[key]]
-            aliases = list(dict.fromkeys([target, *sharing]))
-            held.extend(_held_by_write(node, at, aliases, position))
+            held.extend(_held_by_write(node, at, aliases_of(target, storages), position))
     return held
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from ddp_compile import torch_internals
 
 # Names of views and casts of one tensor: methods, functions of torch, or ATen operators. The result has the same
-# values, so its gradient is the tensor's gradient except for shape and dtype.
+# values, or some of them, so its gradient is the tensor's gradient except for shape and dtype.
 _VIEWS = """
-    T mT H adjoint alias as_strided broadcast_to chunk clone contiguous detach diagonal expand expand_as flatten getattr
-    getitem movedim moveaxis narrow permute reshape select slice split split_with_sizes squeeze swapaxes swapdims t
-    tensor_split transpose unbind unflatten unsafe_chunk unsafe_split unsqueeze view view_as
+    T mT H _get_data_attr adjoint alias as_strided broadcast_to chunk clone contiguous detach diagonal dsplit expand
+    expand_as flatten getattr getitem hsplit imag movedim moveaxis narrow permute ravel real reshape select slice split
+    split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsafe_chunk
+    unsafe_split unsqueeze view view_as view_as_complex view_as_real vsplit
 """
 _CASTS = "bfloat16 double float half to type type_as"
 _VIEW_OR_CAST_NAMES = frozenset(_VIEWS.split() + _CASTS.split())
@@ -149,6 +150,12 @@ def aliases_by_storage(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
     return storages
 
 
+def aliases_of(node: fx.Node, storages: Mapping[int, Sequence[fx.Node]]) -> list[fx.Node]:
+    """A node and those whose values are in its memory, by `aliases_by_storage`."""
+    keys = [key for key in map(torch_internals.storage_key, tensors_in(node)) if key is not None]
+    return list(dict.fromkeys([node, *(alias for key in keys for alias in storages[key])]))
+
+
 def _written_values(node: fx.Node) -> Iterator[Any]:
     target, name = node.target, target_name(node)
     if isinstance(target, HigherOrderOperator):
@@ -197,6 +204,9 @@ def _written_by_bodies(node: fx.Node, name: str) -> Iterator[Any]:
     # Wrappers of user-defined kernels have no graph, and may write to any argument.
     if "triton" in name or "functionalize" in name:
         yield from node.all_input_nodes
+        return
+    if name == "invoke_leaf_function":  # (function, fake function, structure, "1,2" for those written, *arguments)
+        yield from (node.args[4 + int(i)] for i in str(node.args[3]).split(",") if i)
         return
     operands = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
     bodies = [body for body in map(_graph_module_of, operands) if body is not None]

@@ -6,7 +6,7 @@ from torch import fx
 
 from ddp_compile.passes.analysis.cut_constraints import mode_regions
 from ddp_compile.passes.analysis.grad_ready_order import is_alias_of_parameters
-from ddp_compile.passes.analysis.graph_nodes import is_input, written_arguments
+from ddp_compile.passes.analysis.graph_nodes import aliases_by_storage, aliases_of, is_input, written_arguments
 from ddp_compile.passes.pipeline import PassContext, PassResult
 
 
@@ -30,7 +30,9 @@ def sink_parameter_views_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResul
     """
     roots, movable = _parameter_views(gm, ctx)
     # A view must not move past a write to its parameter.
-    written = {root for node in gm.graph.nodes for target in written_arguments(node) for root in roots.get(target, ())}
+    storages = aliases_by_storage(gm)
+    targets = [target for node in gm.graph.nodes for target in written_arguments(node)]
+    written = {root for target in targets for alias in aliases_of(target, storages) for root in roots.get(alias, ())}
     regions = mode_regions(gm)
     num_moved = 0
     for node in reversed(movable):

@@ -75,8 +75,8 @@ class SumAtOwner(CollectiveChain):
     ranks. So the bits of a sum depend neither on the place of an element in a bucket nor on the size of a message. Each
     rank sends the bytes of a ring: 2 (n - 1) / n for a byte of the bucket. All ranks decode the same bytes.
 
-    Buckets arrive divided by the number of ranks. On a narrow wire, a power of 2 near that number is applied before the
-    sum and taken back after it, since small quotients would vanish in float16.
+    Buckets arrive divided by the number of ranks. On a narrower wire, a power of 2 near that number is applied before
+    the sum and taken back after it, since small quotients would vanish in float16.
     """
 
     traits = Traits(takes_sparse=False, takes_dtypes=FLOATING)
@@ -87,16 +87,17 @@ class SumAtOwner(CollectiveChain):
         wire = "" if wire_dtype is None else f" in {str(wire_dtype).removeprefix('torch.')}"
         self.name = f"gradient all-reduce{wire} with sums at the owner"
         self._wire_dtype = wire_dtype
-        self._factor = 1.0 if wire_dtype is None else 2.0 ** math.floor(math.log2(process_group.size()))
         self._unreserved: dict[Bucket, int] = {}  # buckets whose values had to be copied, and the elements they need
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
         flat, size, rank = bucket.flat, self.process_group.size(), self.process_group.rank()
-        wire = self._on_the_wire(bucket, size)
+        dtype = self._wire_dtype or flat.dtype
+        factor = 1.0 if dtype == flat.dtype else 2.0 ** math.floor(math.log2(size))
+        wire = self._on_the_wire(bucket, size, dtype, factor)
         parts = wire.view(size, -1)
         received = torch.empty_like(parts)
         yield all_to_all(received, parts, self.process_group)
-        add_rows(received, parts[rank], 1.0 / self._factor)
+        add_rows(received, parts[rank], 1.0 / factor)
         del received
         yield all_gather(wire, parts[rank], self.process_group)
         if wire.data_ptr() != flat.data_ptr():
@@ -108,10 +109,9 @@ class SumAtOwner(CollectiveChain):
             bucket.reserve(numel)
         self._unreserved.clear()
 
-    def _on_the_wire(self, bucket: Bucket, size: int) -> Tensor:
-        """The bucket's values and zeros, cut evenly into parts of whole units of 16 bytes."""
+    def _on_the_wire(self, bucket: Bucket, size: int, dtype: torch.dtype, factor: float) -> Tensor:
+        """The bucket's values times ``factor``, and zeros to fill ``size`` parts of whole units of 16 bytes."""
         flat = bucket.flat
-        dtype = self._wire_dtype or flat.dtype
         unit = size * 16 // dtype.itemsize
         numel = -(-flat.numel() // unit) * unit
         if dtype == flat.dtype:
@@ -120,7 +120,7 @@ class SumAtOwner(CollectiveChain):
             self._unreserved[bucket] = numel
         wire = flat.new_empty(numel, dtype=dtype)
         wire[flat.numel() :].zero_()
-        flatten_scale([flat], wire[: flat.numel()], self._factor)
+        flatten_scale([flat], wire[: flat.numel()], factor)
         return wire
 
 

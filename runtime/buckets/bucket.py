@@ -131,6 +131,10 @@ class Bucket:
         if (stream := streams.current(self._device)) is not None:
             self._accumulated_on.add(stream)
 
+    def accumulates_like(self, other: Bucket) -> None:
+        """Some of its parameters were in another bucket, so their AccumulateGrad nodes run on that one's streams."""
+        self._accumulated_on |= other._accumulated_on
+
     @property
     def _accumulated_elsewhere(self) -> set[streams.Stream]:
         return self._accumulated_on - {streams.current(self._device)} if self._accumulated_on else set()

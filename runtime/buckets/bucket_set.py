@@ -194,6 +194,8 @@ class BucketSet:
                     store_for(spec, parameters, self.config.gradient_as_bucket_view),
                     self.config.lazy_bucket_allocation,
                 )
+                for former in {self.of_parameter[gradient.index] for gradient in spec.gradients if self.of_parameter}:
+                    bucket.accumulates_like(former)
             bucket.spec = spec
             bucket.take_name(plan.digest)
             buckets.append(bucket)

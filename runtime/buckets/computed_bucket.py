@@ -117,7 +117,7 @@ class ComputedBucket:
     def own_gradients(self) -> list[Tensor]:
         """This rank's complete gradients. They may be of another stream, and are read on the current one."""
         gradients = [gradient for gradient in self._bucket.gradients() if gradient is not None]
-        streams.used_here(gradients)
+        streams.used_here([*gradients, *(old for old in self._before if old is not None)])
         return _sums(self._before, gradients)
 
     def restore_gradients(self) -> None:

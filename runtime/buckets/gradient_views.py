@@ -71,7 +71,8 @@ class GradientViews:
         self._look()
 
     def are(self, gradients: Sequence[Tensor | None]) -> bool:
-        return all(map(operator.is_, gradients, self.tensors))
+        """Whether they are these tensors, each in its place."""
+        return all(map(operator.is_, gradients, self.tensors)) and self._lie_in_place()
 
     def make_free(self, gradients: Sequence[Tensor | None]) -> bool:
         """Make sure that a write to the places is visible in ``.grad`` only.
@@ -85,7 +86,7 @@ class GradientViews:
         Returns:
             False if other code holds a tensor that is no ``.grad`` any more.
         """
-        if self.are(gradients) and self._lie_in_place():
+        if self.are(gradients):
             return True
         references = torch_internals.num_references(self.tensors)
         uses = torch_internals.num_storage_uses(self._storage_keys)
@@ -94,9 +95,16 @@ class GradientViews:
             is_held = num_references > self._own_references or of_storages[i] > self._references_to_storage
             if gradient is not self.tensors[i] and (is_held or num_uses > _TENSOR_AND_STORAGE_OBJECT):
                 return False
-            if self.tensors[i].data_ptr() != self._addresses[i] or num_uses < _TENSOR_AND_STORAGE_OBJECT:
+            if num_uses < _TENSOR_AND_STORAGE_OBJECT:
                 self._renew(i)
+        self.leave_moved()
         return True
+
+    def leave_moved(self) -> None:
+        """Replace tensors that have been given other memory."""
+        for i, tensor in enumerate(self.tensors):
+            if tensor.data_ptr() != self._addresses[i]:
+                self._renew(i)
 
     def _look(self) -> None:
         self._begin = self._places[0].data_ptr() if self._places else 0

@@ -52,6 +52,7 @@ class Views(GradientStore):
         bucket.release_flattened()  # `gradients` keeps the objects, and must be the only list that does
         if views.are(gradients):
             return
+        views.leave_moved()
         held = held_by_others(gradients, views.tensors)
         bucket.note_held(held)
         left_alone = bucket.positions_of(untouched) | held

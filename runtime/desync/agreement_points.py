@@ -156,6 +156,7 @@ class ForwardsLeftOut:
         self._latest_reached = 0
         # Of all forwards, in this iteration.
         self._is_watching, self._is_any_reached = False, False
+        self._pass, self._kinds_reached = -1, set[bool]()  # the latest that has reached a forward, local or not
 
     @property
     def num_left_out(self) -> int:
@@ -167,17 +168,28 @@ class ForwardsLeftOut:
         """Whether no backward has reached any forward of this iteration yet. False if none is watched."""
         return self._is_watching and not self._is_any_reached
 
+    @property
+    def is_local(self) -> bool | None:
+        """Whether this backward has reached forwards inside ``no_sync`` only; None if it has reached none."""
+        return False not in self._kinds_reached if self._kinds_reached else None
+
+    def forward_begins(self) -> None:
+        """A forward with gradients begins."""
+        if torch_internals.current_graph_task_id() == -1:
+            self._kinds_reached = set()  # the backward is over
+
     def iteration_ends(self) -> None:
         """Forwards of the next iteration follow."""
         self._is_watching, self._is_any_reached = False, False
 
-    def watch(self, outputs: Any, counts: bool = True) -> None:
+    def watch(self, outputs: Any, counts: bool = True, is_local: bool = False) -> None:
         """Watch a forward that has returned.
 
         Args:
             outputs: What it returned: tensors in containers that pytree knows, and in dataclasses. A forward is not
                 watched if none of its outputs has an autograd graph.
             counts: Whether it counts as left out if no backward reaches it.
+            is_local: Whether it was inside ``no_sync``; then it never counts.
         """
         if isinstance(outputs, Tensor):  # by far the most common case
             nodes = [] if outputs.grad_fn is None else [outputs.grad_fn]
@@ -187,16 +199,19 @@ class ForwardsLeftOut:
                 {tensor.grad_fn: None for tensor in torch_internals.tensors_in(outputs) if tensor.grad_fn is not None}
             )
         if nodes:
-            self._is_watching = True
-            self._num_watched += counts
-            self._set_hooks(nodes, counts)
+            self._is_watching |= not is_local
+            self._num_watched += counts and not is_local
+            self._set_hooks(nodes, counts and not is_local, is_local)
 
-    def _set_hooks(self, nodes: list[Any], counts: bool) -> None:
+    def _set_hooks(self, nodes: list[Any], counts: bool, is_local: bool) -> None:
         number, is_reached = self._num_watched, False
 
         def reach(_gradients: Any) -> None:
             nonlocal is_reached
-            if is_reached:
+            if (number_of_pass := torch_internals.current_graph_task_id()) != self._pass:
+                self._pass, self._kinds_reached = number_of_pass, set()
+            self._kinds_reached.add(is_local)
+            if is_reached or is_local:
                 return
             is_reached = self._is_any_reached = True
             if counts:

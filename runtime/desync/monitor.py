@@ -79,16 +79,17 @@ class DesyncMonitor(AgreementPoints):
         self._shared.sends("buffers", self.model)
         self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
 
-    def forward_ends(self, kind: str, outputs: Any = None, trains: bool = True) -> None:
+    def forward_ends(self, kind: str, outputs: Any = None, trains: bool = True, is_local: bool = False) -> None:
         """A forward has returned.
 
         Args:
             kind: As in `forward_begins`.
-            outputs: What it has returned, if its backward is to be reduced.
+            outputs: What it has returned, if it may have a backward.
             trains: Whether all ranks have to call its backward, or none.
+            is_local: Whether it was inside ``no_sync``.
         """
         if outputs is not None:
-            self.forwards.watch(outputs, counts=trains)
+            self.forwards.watch(outputs, trains, is_local)
         self._statuses.note(kind, self._num_forwards[kind], " has returned")
 
     def backward_begins(self, after_forward: bool) -> None:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.kernels import FlattenPlan
+from ddp_compile.kernels.contract.layout import same_layout
 from ddp_compile.plan.spec import GradientSpec
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.gradient_views import with_own_storage
@@ -155,15 +156,19 @@ class ShardedBucket:
         A parameter that was given other memory (``.data = ...``) is copied back into the flat buffer.
 
         Raises:
-            ParametersChangedError: A parameter has another dtype, device or shape.
+            ParametersChangedError: A parameter has another dtype, device, shape, or order of elements in memory, in
+                which its gradient may have been reduced.
             ReplicationError: A parameter has been moved into shared memory.
         """
         for parameter, piece in zip(self.parameters, self.pieces, strict=True):
             place, name = piece.place, piece.spec.fqn
-            if parameter.data_ptr() == place.data_ptr() or not place.numel():
+            is_there = parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride()
+            if is_there or not place.numel():
                 continue
-            if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
-                change = f"other memory, now {parameter.dtype} {list(parameter.shape)} on {parameter.device}"
+            is_alike = (parameter.dtype, parameter.device, parameter.shape) == (place.dtype, place.device, place.shape)
+            if not is_alike or not same_layout(parameter, place):
+                now = f"{parameter.dtype} {list(parameter.shape)} with strides {parameter.stride()}"
+                change = f"other memory, now {now} on {parameter.device}"
                 raise error_messages.parameters_changed([f"{change}: {name}"])
             if parameter.device.type == "cpu" and parameter.is_shared():
                 raise ReplicationError(f"{this_rank()}: {name} has been moved into {SHARED_MEMORY}")

@@ -231,7 +231,7 @@ PLANS: list[dict[str, Any]] = [
 def sum_of(gradients: Tensor, algorithm: GradientAllReduce, dtype: torch.dtype) -> Tensor:
     """The mean of all ranks' gradients, shape (ranks, n), as the algorithm rounds it."""
     size, wire, wide = len(gradients), algorithm.wire_dtype or dtype, torch.promote_types(dtype, FLOAT32)
-    factor = 1.0 if algorithm.wire_dtype is None else 2.0 ** (size.bit_length() - 1)
+    factor = 1.0 if wire == dtype else 2.0 ** (size.bit_length() - 1)
     divided = (gradients.to(wide) * (1.0 / size)).to(dtype)
     sent = (divided.to(wide) * factor).to(wire).to(torch.promote_types(wire, FLOAT32))
     return (functools.reduce(torch.add, sent) * (1.0 / factor)).to(wire).to(dtype)
@@ -241,10 +241,11 @@ def sum_of(gradients: Tensor, algorithm: GradientAllReduce, dtype: torch.dtype) 
 @pytest.mark.parametrize(
     ("algorithm", "dtype"),
     only(
-        [(NARROW, FLOAT32)],
+        [(NARROW, FLOAT32), (NARROW, BFLOAT16)],
         [
             (NARROW, FLOAT32),
             (NARROW, FLOAT16),
+            (NARROW, BFLOAT16),
             (GradientAllReduce(wire_dtype=FLOAT16, reproducible=True), FLOAT32),
             (GradientAllReduce(sum_dtype=FLOAT32), BFLOAT16),
             (REPRODUCIBLE, BFLOAT16),

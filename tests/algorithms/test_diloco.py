@@ -141,14 +141,16 @@ def test_steps_match_simulation(name: str, world_size: int) -> None:
     assert (outer - begin).count_nonzero() > 1000
 
 
+@pytest.mark.parametrize("by", ["itself", "a module around it"])
 @on_ranks(2, eagerly=True)
-def test_loaded_parameters_begin_anew() -> None:
+def test_loaded_parameters_begin_anew(by: str) -> None:
     """Each rank loads its own of the middle of a cycle; without the state of the algorithm they become the mean."""
     model, optimizer = make_model(BYTES)
     for step in range(5):
         train_step(model, optimizer, step)
     mean = of_all_ranks(flat_of(model)).mean(0)
-    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    loaded = model if by == "itself" else torch.nn.ModuleList([model])
+    loaded.load_state_dict(copy.deepcopy(loaded.state_dict()))
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(5, 12):
         train_step(model, still, step)

@@ -62,6 +62,11 @@ def replace(model: Any) -> None:
     model.layers[0].weight.grad = model.layers[0].weight.grad * 3
 
 
+def give_other_memory(model: Any) -> None:
+    gradient = model.layers[0].weight.grad
+    gradient.data = gradient.data * 3
+
+
 WAYS = {
     "largest value": Way(norm_type=math.inf),
     "order 1": Way(norm_type=1.0),
@@ -74,6 +79,7 @@ WAYS = {
     "changed, several": Way(change=lambda m: torch._foreach_mul_([p.grad for p in m.layers.parameters()], 0.5)),
     "unscaled": Way(change=unscale),
     "replaced": Way(change=replace),
+    "other memory": Way(change=give_other_memory),
     "two dtypes": Way(dtypes=(torch.float32, torch.float64), tolerance=1e-6),
     "bfloat16": Way(dtypes=(torch.bfloat16,), tolerance=2e-2),
     "complex": Way(dtypes=(torch.complex64,), tolerance=1e-6),
@@ -88,7 +94,7 @@ def clipped_copies(model: nn.Module, way: Way) -> tuple[Tensor, dict[str, Tensor
     return total, {name: copied.grad for name, copied in copies.items() if copied.grad is not None}
 
 
-@pytest.mark.parametrize("name", only(["accumulation", "changed", "unscaled", "two dtypes"], WAYS))
+@pytest.mark.parametrize("name", only(["accumulation", "changed", "unscaled", "other memory", "two dtypes"], WAYS))
 @on_ranks(2)
 def test_as_torch_does(name: str) -> None:
     way = WAYS[name]
@@ -207,6 +213,18 @@ def test_a_norm_that_is_not_finite() -> None:
     model(torch.full((1, 4), float("inf") if dist.get_rank() == 1 else 1.0)).sum().backward()
     with pytest.raises(RuntimeError, match=r"rank \d: the total norm of order 2.0 of the gradients is (inf|nan)"):
         model.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("max_norm", [1.0, math.inf])
+@on_ranks(2)
+def test_a_norm_that_is_nan_ends_with_its_step(max_norm: float) -> None:
+    model: Any = ddp_compile(nn.Linear(3, 3), backend="eager")  # with gaps in the flat buffer
+    for step in range(3):
+        model.zero_grad(set_to_none=False)
+        model(torch.full((1, 3), (math.nan if max_norm == 1 else math.inf) if step == 0 else 1.0)).sum().backward()
+        total = model.clip_grad_norm_(max_norm)
+        assert total.isfinite() == (step > 0)
+    torch.testing.assert_close(model.weight.grad, torch.full((3, 3), min(1.0, max_norm / math.sqrt(12))))
 
 
 @on_ranks(2)

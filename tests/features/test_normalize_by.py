@@ -291,6 +291,49 @@ def test_forward_that_raises_is_not_counted() -> None:
     torch.testing.assert_close(model.table.weight.grad, gradient, rtol=0, atol=0)
 
 
+@on_ranks(2, eagerly=True)
+def test_forward_that_raises_after_another_was_counted() -> None:
+    model, loss, count = model_and_loss()
+    gradients = []
+    for step in range(3):
+        value = loss()
+        model.normalize_by(count)
+        if step > 0 and dist.get_rank() == 0:  # on one rank alone
+            with pytest.raises(IndexError):
+                model(torch.full((1, 1), 99))
+        value.backward()
+        gradients.append(model.table.weight.grad.clone())
+        model.zero_grad()
+    assert all(torch.equal(gradients[0], other) for other in gradients)
+
+
+@on_ranks(2, eagerly=True)
+def test_one_rank_repeats_a_forward_that_was_counted() -> None:
+    model, loss, count = model_and_loss()
+    gradients = []
+    for step in range(3):
+        if step > 0 and dist.get_rank() == 0:
+            model.normalize_by(7 * count)
+            with pytest.raises(IndexError):
+                model(torch.full((1, 1), 99))
+        model.normalize_by(count)
+        loss().backward()
+        gradients.append(model.table.weight.grad.clone())
+        model.zero_grad()
+    assert all(torch.equal(gradients[0], other) for other in gradients)
+
+
+@on_ranks(2, eagerly=True)
+def test_first_backward_of_a_method() -> None:
+    model: Any = ddp_compile(nn.Linear(2, 2), backend="eager")
+    for call in (model.forward, model):
+        outputs = call(torch.ones(1, 2) * dist.get_rank())
+        model.normalize_by(3 - dist.get_rank())
+        outputs.sum().backward()
+        torch.testing.assert_close(model.weight.grad, torch.full((2, 2), 1 / 5))
+        model.zero_grad()
+
+
 @pytest.mark.parametrize("error", ["in a later forward", "in a later loss", "in the first loss"])
 @on_ranks(2, eagerly=True)
 def test_step_that_is_left_is_not_counted(error: str) -> None:

@@ -51,6 +51,8 @@ def test_not_a_state_dict(value: Any) -> None:
 def test_load_by_assignment() -> None:
     with pytest.raises(ValueError, match="assign=False"):
         replicated().load_state_dict(Net().state_dict(), assign=True)
+    with pytest.raises(ValueError, match="assign=False"):
+        nn.ModuleList([replicated()]).load_state_dict(nn.ModuleList([Net()]).state_dict(), assign=True)
 
 
 class Versioned(nn.Linear):

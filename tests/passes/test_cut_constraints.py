@@ -208,6 +208,8 @@ def written_by(function: Callable[..., object], *args: object, **kwargs: object)
         (F.embedding, ("a", "b", None, 1.0), {}, ["b"]),
         (torch.ops.aten.add_, ("a", "b"), {}, ["a"]),
         (torch.ops.aten.relu_, (), {"self": "a"}, ["a"]),
+        (torch.ops.higher_order.invoke_leaf_function, ("a", "b", "c", "0,1", "d", "e"), {}, ["d", "e"]),
+        (torch.ops.higher_order.invoke_leaf_function, ("a", "b", "c", "", "d", "e"), {}, []),
     ],
 )
 def test_written_arguments(function: object, args: tuple, kwargs: dict, written: list[str]) -> None:
@@ -223,6 +225,28 @@ def test_write_inside_checkpoint() -> None:
     node = list(gm.graph.nodes)[find(gm, "tag_activation_checkpoint")]
     (total,) = (n for n in gm.graph.find_nodes(op="placeholder") if "total" in n.name)
     assert list(written_arguments(node)) == [total]
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data, lambda p: p.detach().ravel()])
+def test_write_inside_checkpoint_through_a_view(write: Callable[[Tensor], Tensor]) -> None:
+    def function(x: Tensor, total: Tensor) -> Tensor:
+        return checkpoint(lambda y: write(total).add_(1).sum() * y, x.sin(), use_reentrant=False)
+
+    gm, _ = capture(function, torch.ones(3, requires_grad=True), torch.zeros(3))
+    (total,) = (n for n in gm.graph.find_nodes(op="placeholder") if "total" in n.name)
+    assert total in written_arguments(list(gm.graph.nodes)[find(gm, "tag_activation_checkpoint")])
+
+
+def test_gradients_computed_in_the_forward_hold_cuts() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.sin()
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return gradient.cos(), y
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        gm, _ = capture(function, torch.ones(3, requires_grad=True))
+    differentiates = find(gm, "grad")
+    assert set(range(1, differentiates + 1)) <= held_at(gm) and differentiates + 3 not in held_at(gm)
 
 
 def test_gradient_hook_holds_cuts() -> None:

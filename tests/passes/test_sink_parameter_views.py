@@ -66,11 +66,19 @@ def test_views_move_to_first_use(function: Callable[..., Any], expected: list[st
     assert sink(recorded) == (expected, 0)
 
 
-@pytest.mark.parametrize("through_view", [False, True])
-def test_views_of_written_parameters_stay(through_view: bool) -> None:
+WRITTEN = {
+    "itself": lambda p: p.detach(),
+    "a row": lambda p: p.detach()[0],
+    ".data": lambda p: p.data,
+    "windows": lambda p: p.detach().unfold(0, 1, 1),
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_views_of_written_parameters_stay(written: str) -> None:
     def function(x: Any, p0: Any) -> Any:
-        copy, written = p0.clone(), p0.detach()
-        (written[0] if through_view else written).mul_(2.0)
+        copy = p0.clone()
+        WRITTEN[written](p0).mul_(2.0)
         return torch.matmul(x, copy)
 
     gm, parameter_of = record(function)

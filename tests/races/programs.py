@@ -212,6 +212,26 @@ def late_gradients(stage: Stage) -> None:
     stage.end(model)
 
 
+def late_gradients_added(stage: Stage) -> None:
+    """The same in the bucket between the graphs of a forward and a backward, while gradients are accumulated."""
+    model, numbers = replicated(stage), itertools.count()
+
+    def with_penalty_later(x: Tensor) -> Tensor:
+        y = model(x)
+        return y if next(numbers) < 4 else torch.cat([y.flatten(), model.second.weight.flatten()])
+
+    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    for roles in stage.steps(4):
+        with stage.on(roles.caller):
+            optimizer.zero_grad()
+            for synchronizes in (False, True):
+                with nullcontext() if synchronizes else model.no_sync():
+                    stage.backward(stage.forward(with_penalty_later, batch(), roles), roles)
+            optimizer.step()
+            stage.use_memory()
+    stage.end(model)
+
+
 def delayed(stage: Stage) -> None:
     module = Layers()
     names = [(name, parameter) for name, parameter in module.named_parameters() if name.startswith("first")]
@@ -417,6 +437,7 @@ _ON_NCCL: dict[str, Program] = {
     "normalized, read early": partial(normalized, reads_early=True),
     "clipped": clipped,
     "late gradients": late_gradients,
+    "late gradients, added": late_gradients_added,
     "delayed all-reduce": delayed,
     "join": joined,
     "manual finalization": finalized_manually,

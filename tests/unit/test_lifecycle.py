@@ -12,7 +12,11 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 class Layer(nn.Linear):
+    is_interrupted = False
+
     def forward(self, x: torch.Tensor, uses_bias: bool = True) -> torch.Tensor:
+        if self.is_interrupted:
+            raise KeyboardInterrupt
         return nn.functional.linear(x, self.weight, self.bias if uses_bias else None)
 
 
@@ -60,4 +64,70 @@ def test_local_forward_after_a_backward_without_all_gradients() -> None:
         model(torch.ones(2, 3))
     model.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
+    assert sent == [0]
+
+
+def saliency(model: Any) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+
+
+def failing_backward(model: Any) -> None:
+    hidden = model(torch.ones(2, 3))
+    hidden.grad_fn.register_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hidden.sum().backward()
+
+
+def interrupted_forward(model: Any) -> None:
+    model.is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 3))
+    model.is_interrupted = False
+
+
+@pytest.mark.parametrize("before", [saliency, failing_backward, interrupted_forward])
+def test_local_backward_after_a_forward_without_gradients(before: Any) -> None:
+    model = replicated(sent := [])
+    before(model)
+    with model.no_sync():
+        model(torch.ones(2, 3)).sum().backward()
+    assert sent == []
+    model(torch.ones(2, 3)).sum().backward()
+    assert sent == [0]
+
+
+@pytest.mark.parametrize("order", ["ABab", "ABba", "BAab", "BAba"])
+def test_backwards_of_a_forward_and_of_a_local_one_in_any_order(order: str) -> None:
+    """A: a forward, B: a local forward, a and b: their backwards."""
+    model, losses = replicated(sent := []), {}
+    for action in order:
+        if action == "A":
+            losses["a"] = model(torch.ones(2, 3)).sum()
+        elif action == "B":
+            with model.no_sync():
+                losses["b"] = model(torch.ones(2, 3)).sum()
+        else:
+            losses.pop(action).backward()
+            assert sent == [0] * ("a" not in losses), action
+    model(torch.ones(2, 3)).sum().backward()
+    assert sent == [0, 0]
+
+
+def test_one_backward_of_a_forward_and_of_a_local_one() -> None:
+    model = replicated(sent := [])
+    loss = model(torch.ones(2, 3)).sum()
+    with model.no_sync():
+        loss = loss + model(torch.ones(2, 3)).sum()
+    loss.backward()
+    assert sent == [0]
+
+
+def test_local_backward_through_a_reentrant_checkpoint() -> None:
+    model = replicated(sent := [])
+    model(torch.ones(2, 3))
+    with model.no_sync():
+        x = torch.ones(2, 3, requires_grad=True)
+        local = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
+    local.sum().backward()  # the forward with gradients is the recomputation, outside no_sync
     assert sent == [0]
