@@ -223,6 +223,7 @@ class _ReplicatesModels:
         """Like Accelerate's: reduce the next backward although its forward ran inside ``no_sync``."""
         if isinstance(model, ReplicatedModule):  # it is not replicated if nothing in it is trained
             state_of(model).reducer.prepare_for_backward(True)
+            state_of(model).monitor.forwards.announce_backward()
         yield
 
 

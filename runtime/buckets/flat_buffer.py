@@ -129,18 +129,12 @@ class FlatBuffer:
         return self._views is not None and self._tensor is not None and self._views.are(gradients)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply its views by a tensor of shape (), which may be NaN."""
-        self.tensor.mul_(factor)
-        if padding := self._padding():
-            torch._foreach_zero_(padding)  # it stays zero: in later iterations, zero times NaN would be in the norm
+        """Multiply its views by a tensor of shape ()."""
+        if not streams.has_streams(self.tensor.device) and factor.isfinite():
+            self.tensor.mul_(factor)
+        else:  # perhaps NaN, and the padding stays zero
+            self._plan().flatten(self.places, factor.to(torch.float64))
         increment_version(self.gradient_views.tensors)
-
-    def _padding(self) -> list[Tensor]:
-        """What is in no place."""
-        offsets = [offset // self._spec.itemsize for offset in self._spec.byte_offsets]
-        ends = [offset + place.numel() for offset, place in zip(offsets, self.places, strict=True)]
-        pairs = zip(ends, [*offsets[1:], self.tensor.numel()], strict=True)
-        return [self.tensor[end:begin] for end, begin in pairs if end < begin]
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all of these are its views and hold zeros; False if only a wait of the host could tell."""

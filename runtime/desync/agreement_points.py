@@ -156,7 +156,9 @@ class ForwardsLeftOut:
         self._latest_reached = 0
         # Of all forwards, in this iteration.
         self._is_watching, self._is_any_reached = False, False
-        self._pass, self._kinds_reached = -1, set[bool]()  # the latest that has reached a forward, local or not
+        # The latest backward that has reached a forward: a local one, another one, or both.
+        self._pass, self._kinds_reached = -1, set[bool]()
+        self._is_announced = False  # a backward that is reduced whatever it reaches
 
     @property
     def num_left_out(self) -> int:
@@ -171,16 +173,22 @@ class ForwardsLeftOut:
     @property
     def is_local(self) -> bool | None:
         """Whether this backward has reached forwards inside ``no_sync`` only; None if it has reached none."""
-        return False not in self._kinds_reached if self._kinds_reached else None
+        if self._is_announced or not self._kinds_reached:
+            return False if self._is_announced else None
+        return False not in self._kinds_reached
 
     def forward_begins(self) -> None:
         """A forward with gradients begins."""
         if torch_internals.current_graph_task_id() == -1:
-            self._kinds_reached = set()  # the backward is over
+            self._kinds_reached, self._is_announced = set(), False  # the last backward may have raised
+
+    def announce_backward(self) -> None:
+        """The next backward is reduced, although it reaches forwards inside ``no_sync`` only."""
+        self._is_announced = True
 
     def iteration_ends(self) -> None:
         """Forwards of the next iteration follow."""
-        self._is_watching, self._is_any_reached = False, False
+        self._is_watching = self._is_any_reached = self._is_announced = False
 
     def watch(self, outputs: Any, counts: bool = True, is_local: bool = False) -> None:
         """Watch a forward that has returned.
@@ -203,14 +211,21 @@ class ForwardsLeftOut:
             self._num_watched += counts and not is_local
             self._set_hooks(nodes, counts and not is_local, is_local)
 
+    def _note_reached(self, is_local: bool) -> None:
+        if (number_of_pass := torch_internals.current_graph_task_id()) != self._pass or not self._kinds_reached:
+            self._pass, self._kinds_reached = number_of_pass, set()
+            torch_internals.queue_backward_callback(self._pass_ends)
+        self._kinds_reached.add(is_local)
+
+    def _pass_ends(self) -> None:
+        self._kinds_reached = set()
+
     def _set_hooks(self, nodes: list[Any], counts: bool, is_local: bool) -> None:
         number, is_reached = self._num_watched, False
 
         def reach(_gradients: Any) -> None:
             nonlocal is_reached
-            if (number_of_pass := torch_internals.current_graph_task_id()) != self._pass:
-                self._pass, self._kinds_reached = number_of_pass, set()
-            self._kinds_reached.add(is_local)
+            self._note_reached(is_local)
             if is_reached or is_local:
                 return
             is_reached = self._is_any_reached = True

@@ -167,7 +167,9 @@ class ShardedBucket:
                 continue
             is_alike = (parameter.dtype, parameter.device, parameter.shape) == (place.dtype, place.device, place.shape)
             if not is_alike or not same_layout(parameter, place):
-                now = f"{parameter.dtype} {list(parameter.shape)} with strides {parameter.stride()}"
+                now = (
+                    f"{parameter.dtype} {list(parameter.shape)}, strides {parameter.stride()} and not {place.stride()},"
+                )
                 change = f"other memory, now {now} on {parameter.device}"
                 raise error_messages.parameters_changed([f"{change}: {name}"])
             if parameter.device.type == "cpu" and parameter.is_shared():

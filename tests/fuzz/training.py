@@ -290,9 +290,8 @@ def micro(t: Training) -> None:
     model = t.models[0]
     with model.no_sync():
         torch.stack(losses_of(t.forward())).sum().backward()
-    if isinstance(model, MeanOfRanks) and model.expects_backward:
-        # It has reached the preparation of an earlier forward, as in DistributedDataParallel.
-        t.average()
+    if isinstance(model, MeanOfRanks) and model.expects_backward and t.recipe.outputs == "object":
+        t.average()  # documented: such outputs do not tell of which forward they are
 
 
 def two_forwards(t: Training) -> None:

@@ -116,9 +116,9 @@ def reference_of(recipe: Recipe) -> Wrap:
         # takes an output that has no part in the loss for a used one,
         or "first_half" in program
         # broadcasts buffers before some forwards that are not for training, and not before others that are,
-        or (has_buffers and {"evaluate", "evaluate_on_rank_0", "micro"} & program)
-        # cannot begin with a backward that is not to be reduced,
-        or (recipe.static_graph and "micro" in program)
+        or (has_buffers and {"evaluate", "evaluate_on_rank_0"} & program)
+        # broadcasts them, or reduces, in a step that is not to be reduced, and cannot begin with it,
+        or "micro" in program
         # does not reduce the first one of a static graph whose outputs are in a dataclass.
         or (recipe.static_graph and recipe.outputs == "dataclass")
         # and finds no tensors in objects.

@@ -65,7 +65,7 @@ def test_steps_are_those_of_unsharded_optimizers(kind: str, world_size: int) -> 
     with torch.no_grad():
         for module in (model, pair.reference):
             module.first.weight.mul_(0.5)
-            module.middle[1].weight.data = torch.full((33, 33), 0.01)
+            module.middle[1].weight.data = torch.full((33, 33), 0.01).t()
     pair.train(6)
     # Given back.
     model.unwrap()

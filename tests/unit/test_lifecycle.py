@@ -131,3 +131,15 @@ def test_local_backward_through_a_reentrant_checkpoint() -> None:
         local = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
     local.sum().backward()  # the forward with gradients is the recomputation, outside no_sync
     assert sent == [0]
+
+
+def test_backward_of_a_method_after_a_local_one() -> None:
+    model = replicated(sent := [])
+    loss = model(torch.ones(2, 3)).sum()
+    with model.no_sync():
+        local = model(torch.ones(2, 3)).sum()
+    loss.backward()
+    local.backward()
+    assert sent == [0]
+    model.forward(torch.ones(2, 3)).sum().backward()
+    assert sent == [0, 0]
