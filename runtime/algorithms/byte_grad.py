@@ -71,9 +71,9 @@ class ByteGrad(AlgorithmConfig):
     rank, as `torch.amp.GradScaler` expects. It takes dense gradients in float32, bfloat16 and float16.
 
     A zero gradient may become nonzero: it is rounded to the nearest step of its chunk, which is the same in every
-    iteration with the same range. Adam makes a full step of it, however small it is. Some parameters must not move,
-    such as rows of an embedding that no batch contains. Put these into ``parameters_to_ignore``, or zero their
-    gradients after the backward.
+    iteration with the same range. Adam makes a full step of it, however small it is. If some values must not move, such
+    as rows of an embedding that no batch contains, zero their gradients after the backward. A parameter that is
+    trained must not be in ``parameters_to_ignore``: each rank would train it on its own gradients.
 
     Args:
         hierarchical: Add up gradients on each node first, in their own dtype, and send eight bits only between nodes;

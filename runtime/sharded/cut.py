@@ -32,7 +32,7 @@ class Cut:
 
         Shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients do. So an operator takes the same elements
         in vectors, whether it gets a piece or the whole parameter. It takes the rest at the end one by one, and may
-        round those elements differently (docs/compatibility.md). NCCL moves memory that is not aligned to 16 bytes in
+        round those elements differently (docs/torch_facts.md). NCCL moves memory that is not aligned to 16 bytes in
         smaller pieces.
         """
         element_size = spec.itemsize

@@ -2,7 +2,7 @@
 
 Prints the outcomes of the cases, and each failing case made smaller. ``--seed N`` judges one case alone. ``--sharded``
 trains random parameters with a sharded optimizer, against one that is not sharded. ``--ranks-that-differ`` gives two
-ranks programs that differ in one thing, and prints the table of docs/divergence.md.
+ranks programs that differ in one thing, and prints a table of what happens.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def judge_differing_on(pool: RankPool, recipes: Sequence[DifferingRecipe]) -> li
 
 
 def run_differing(seeds: Sequence[int], shrinks: bool) -> int:
-    """Judge the cases of these seeds, print those that break a promise, and the table for docs/divergence.md."""
+    """Judge the cases of these seeds, print those that break a promise of docs/divergence.md, and a table."""
     pools: queue.SimpleQueue[RankPool] = queue.SimpleQueue()
     for _ in range(NUM_POOLS):
         pools.put(RankPool(2))

@@ -13,10 +13,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "feature_compatibility.md"
 HEAD = """\
 # Which features exclude each other
 
-Each line is a ReplicationError as soon as the second of the two features is switched on. All other pairs work together:
-`tests/features/test_feature_pairs.py` tries every pair. `find_unused_parameters=True` has no effect with
-`static_graph=True`, which is a warning. What an algorithm takes, such as sparse gradients, DTensors and dtypes, is on
-another page: [algorithms.md](algorithms.md#an-algorithm-of-your-own).
+Each line is a ReplicationError as soon as the second of the two features is switched on. All other pairs of these
+features work together: `tests/features/test_feature_pairs.py` tries every pair. `find_unused_parameters=True` has no
+effect with `static_graph=True`, which is a warning. What an algorithm takes, such as sparse gradients, DTensors and
+dtypes, is on another page: [algorithms.md](algorithms.md#an-algorithm-of-your-own).
 
 `python tests/parity/write_features_page.py` writes this page from `ddp_compile/features/compatibility.py`; do not edit
 it.
@@ -28,6 +28,10 @@ it.
 TAIL = """
 `AsyncModelAverage()` averages parameters, and an algorithm that averages parameters is one other than
 `GradientAllReduce()`: it is excluded where these are.
+
+Also refused, though not in this table: `check_replicas="repair"` with `shard_optimizer()`, `bucket_cap_mb=` with
+`bucket_plan=`, `measure()` with `AsyncModelAverage()`, `reproducible=True` with `hierarchical=True`, and
+`split="backward"` with compiled autograd.
 """
 
 
