@@ -206,7 +206,8 @@ def _written_by_bodies(node: fx.Node, name: str) -> Iterator[Any]:
         yield from node.all_input_nodes
         return
     if name == "invoke_leaf_function":  # (function, fake function, structure, "1,2" for those written, *arguments)
-        yield from (node.args[4 + int(i)] for i in str(node.args[3]).split(",") if i)
+        written = node.args[3]
+        yield from (node.args[4 + int(i)] for i in written.split(",") if i) if isinstance(written, str) else ()
         return
     operands = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
     bodies = [body for body in map(_graph_module_of, operands) if body is not None]
