@@ -65,7 +65,8 @@ class Normalizer:
         self._losses: list[Tensor] = []
         self._is_wrong = False  # some micro-batch was not counted
         self._is_counted = self._has_gradients = False  # of this micro-batch
-        self._has_returned = self._is_of_returned = False  # a forward, and whether the count came after it
+        self._returned: bool | None = None  # whether the forward that has returned was outside ``no_sync``
+        self._is_of_returned = False  # whether the count came after it
         self._is_first = True  # whether no backward of the step has come
         self._message: Tensor | None = None  # sent
         self._work: dist.Work | None = None  # until it has been waited for
@@ -75,10 +76,19 @@ class Normalizer:
 
     # The user counts.
 
-    def add(self, count: Any, loss: Any, is_last: bool, is_sealed: bool, holds_gradients: Callable[[], bool]) -> None:
+    def add(
+        self,
+        count: Any,
+        loss: Any,
+        synchronizes: bool,
+        is_last: bool,
+        is_sealed: bool,
+        holds_gradients: Callable[[], bool],
+    ) -> None:
         """Count a micro-batch, see ``ReplicatedModule.normalize_by``.
 
         Args:
+            synchronizes: Whether this is outside ``no_sync``.
             is_last: Whether the message can be sent: the backward is to be reduced. If False, the backward sends it.
             is_sealed: Whether the first backward has come.
             holds_gradients: Whether any parameter has a ``.grad``.
@@ -103,7 +113,7 @@ class Normalizer:
         if is_sealed and not self._is_agreed:
             self._monitor.agree_on_normalizing()
             self._is_agreed = True
-        self._is_counted, self._is_of_returned = True, self._has_returned
+        self._is_counted, self._is_of_returned = True, self._returned is synchronizes
         self._counts.append(count)
         self._losses += [] if loss is None else [loss]
         # A forward that has not come may raise on this rank alone, which then repeats it.
@@ -115,10 +125,10 @@ class Normalizer:
         """See ``ReplicatedModule.mean_loss``."""
         if self._message is not None:
             self._receive(NoRecords())
-        if self._totals is None or not self._had_losses:
+        if self._totals is None or not self._had_losses or (self.is_counting and self._message is None):
             raise RuntimeError(
                 "model.mean_loss is not known: pass the summed loss of each micro-batch, on every rank,"
-                " model.normalize_by(count, loss=loss), and read it after the last one of a step"
+                " model.normalize_by(count, loss=loss), and read it after the last backward of a step"
             )
         streams.used_here([self._totals])  # the user may read it on a stream of its own
         is_known = (self._totals[_NUM_LOSSES] == self._totals[_NUM_CALLS]) & (self._totals[_COUNT] > 0)
@@ -181,11 +191,12 @@ class Normalizer:
     def forward_begins(self) -> None:
         """A forward with gradients begins, or a micro-batch is counted: another one, if gradients have come."""
         if self._has_gradients:
-            self._is_counted = self._has_gradients = self._has_returned = False
+            self._is_counted = self._has_gradients = False
+            self._returned = None
 
-    def forward_returns(self) -> None:
+    def forward_returns(self, synchronizes: bool) -> None:
         """A forward with gradients has returned."""
-        self._has_returned = True
+        self._returned = synchronizes
 
     def forward_raised(self) -> None:
         """A forward with gradients has raised: if its micro-batch has been counted, forget that."""

@@ -55,7 +55,7 @@ class Step:
         requires_sync: Returns whether this is outside ``no_sync``.
         has_launches: Returns whether a graph was compiled whose backward hands buckets over. None on every rank if none
             ever will be.
-        on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
+        on_reduced: Called when every ``.grad`` of an iteration is the mean, before the backward returns.
         on_plan_sealed: Called once, on every rank, with the plan that all ranks have agreed on.
 
     Source: the life of a backward (prepare, mark ready, launch in order, finalize in an engine callback) is that of
@@ -122,8 +122,7 @@ class Step:
         """
         if self._lifecycle.phase.state is State.LAUNCHED:
             raise error_messages.not_finalized("a forward")
-        self._local_steps.forward_begins()
-        self._monitor.num_local_steps = self._local_steps.num_found
+        self._count_local_steps()
         if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
         if self.is_between_steps:
@@ -147,13 +146,15 @@ class Step:
 
     def forward_raised(self, synchronize: bool) -> None:
         """The forward that was announced by `prepare_for_backward` has raised, so it has no backward."""
+        if torch_internals.current_graph_task_id() != -1:
+            return  # a checkpoint's recomputation, which stops as soon as it has what it needs
         if synchronize:
             self._lifecycle.forward_raised()
         self.normalizer.forward_raised()
 
-    def forward_returns(self) -> None:
+    def forward_returns(self, synchronize: bool) -> None:
         """The forward that was announced by `prepare_for_backward` has returned."""
-        self.normalizer.forward_returns()
+        self.normalizer.forward_returns(synchronize)
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronized forward, find the parameters that no backward from its outputs can reach."""
@@ -253,6 +254,7 @@ class Step:
                 raise error_messages.not_finalized(f"a gradient of {self._set.names[arriving[0]]}")
             raise error_messages.out_of_step()
         if before is State.ARMED:
+            self._count_local_steps()  # what comes now is reduced together with the local gradients
             self._compare_with_forward(is_reduced=True)
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
             self._queue.records.backward_begins()
@@ -263,6 +265,10 @@ class Step:
             self._add_up_parameters()
         self._norm.forget_step()
         self.normalizer.backward_begins(self._set.iteration.is_shadow)
+
+    def _count_local_steps(self) -> None:
+        self._local_steps.end_watch()
+        self._monitor.num_local_steps = self._local_steps.num_found
 
     def _compare_with_forward(self, is_reduced: bool) -> None:
         """A backward begins: warn once if of forward and backward only one is inside ``no_sync``."""
@@ -457,7 +463,7 @@ class Step:
             raise
         records, algorithm = self._queue.records, self._queue.algorithm
         records.gradients_are_handed_over()
-        if not iteration.is_shadow:
+        if iteration.is_whole and not iteration.is_shadow:
             with algorithm.using_parameters(trains=False):
                 self._on_reduced()
         is_of_all = iteration.met_others or self._queue.world_size == 1

@@ -89,9 +89,9 @@ class ReplicatedBuffers:
 
         def failed(error: RuntimeError) -> ReductionError:
             return ReductionError(
-                f"{this_rank()}: the broadcast of {number_of(len(buffers), 'buffer')} from rank {source} before the"
-                f" forward failed: {error}. Unless that names the cause, another rank has raised, exited, or not called"
-                " the model; look for its error"
+                f"{this_rank()}: the broadcast of {number_of(len(buffers), 'buffer')} from rank"
+                f" {dist.get_global_rank(self._process_group, source)} before the forward failed: {error}. Unless that"
+                " names the cause, another rank has raised, exited, or not called the model; look for its error"
             )
 
         # Transforms refuse writes to tensors that they were not given.

@@ -441,18 +441,24 @@ class ReplicatedModule(nn.Module):
         Raises:
             ValueError: ``assign=True`` was passed, which would replace the reduced parameters.
         """
+        self._before_load(kwargs.get("assign", False) or True in args[1:2])
         return super().load_state_dict(_without_prefixes(state_dict, self), *args, **kwargs)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: Any, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
         # Called by torch, also if a module that contains this one loads.
-        if local_metadata.get("assign_to_params_buffers"):
+        self._before_load(local_metadata.get("assign_to_params_buffers", False))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+    def _before_load(self, assign: bool) -> None:
+        if assign:
             raise ValueError(
                 "load_state_dict(assign=True) would replace the parameters that ddp_compile reduces with new ones;"
                 " load before ddp_compile(module), or with assign=False"
             )
         self.await_parameters()
         state_of(self).reducer.algorithm.before_load()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         # Called by DataParallel for each of its devices.

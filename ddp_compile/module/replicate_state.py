@@ -267,9 +267,10 @@ class ReplicateState:
             self.refuse_if_excluded(Feature.NORMALIZE, "normalize_by()")
             self.normalizes = True
         # Ranks without input left join the message in the backward, after what a forward sends.
-        is_last = self.requires_sync and not self.uneven_inputs.config.enable
+        synchronizes = self.requires_sync
+        is_last = synchronizes and not self.uneven_inputs.config.enable
         is_sealed, holds_gradients = bool(self.reducer.buckets), self.reducer.holds_gradients
-        self.reducer.normalizer.add(count, loss, is_last, is_sealed, holds_gradients)
+        self.reducer.normalizer.add(count, loss, synchronizes, is_last, is_sealed, holds_gradients)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -299,7 +300,7 @@ class ReplicateState:
         num_graphs = self.num_graphs
         with self.reducer.algorithm.using_parameters(trains=True):
             outputs = self._call_with_gradients(module, args, kwargs, kind, source)
-        self.reducer.forward_returns()
+        self.reducer.forward_returns(self.requires_sync)
         if self.num_graphs != num_graphs:
             # A parameter, for example its dtype, may have changed since the last check.
             self._refuse_changes(module)

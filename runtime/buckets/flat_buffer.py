@@ -133,7 +133,7 @@ class FlatBuffer:
         if not streams.has_streams(self.tensor.device) and factor.isfinite():
             self.tensor.mul_(factor)
         else:  # perhaps NaN, and the padding stays zero
-            self._plan().flatten(self.places, factor.to(torch.float64))
+            self.flatten(self.places, factor.to(torch.float64))
         increment_version(self.gradient_views.tensors)
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:

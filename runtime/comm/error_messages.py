@@ -230,8 +230,8 @@ def half_in_no_sync(is_reduced: bool) -> str:
     backward = "inside no_sync() is reduced" if is_reduced else "outside no_sync() is not reduced"
     forward = "outside" if is_reduced else "inside"
     return (
-        f"{this_rank()}: a backward {backward}, since the last forward was {forward}: the forward decides,"
-        " as with DistributedDataParallel. Put forward and backward of a micro-batch both inside, or both outside"
+        f"{this_rank()}: a backward {backward}, since its forward was {forward}: the forward decides. Put forward and"
+        " backward of a micro-batch both inside, or both outside"
     )
 
 

@@ -173,9 +173,9 @@ class ForwardsLeftOut:
     @property
     def is_local(self) -> bool | None:
         """Whether this backward has reached forwards inside ``no_sync`` only; None if it has reached none."""
-        if self._is_announced or not self._kinds_reached:
-            return False if self._is_announced else None
-        return False not in self._kinds_reached
+        if self._is_announced:
+            return False
+        return False not in self._kinds_reached if self._kinds_reached else None
 
     def forward_begins(self) -> None:
         """A forward with gradients begins."""
@@ -206,10 +206,11 @@ class ForwardsLeftOut:
             nodes = list(
                 {tensor.grad_fn: None for tensor in torch_internals.tensors_in(outputs) if tensor.grad_fn is not None}
             )
+        counts = counts and not is_local
         if nodes:
             self._is_watching |= not is_local
-            self._num_watched += counts and not is_local
-            self._set_hooks(nodes, counts and not is_local, is_local)
+            self._num_watched += counts
+            self._set_hooks(nodes, counts, is_local)
 
     def _note_reached(self, is_local: bool) -> None:
         if (number_of_pass := torch_internals.current_graph_task_id()) != self._pass or not self._kinds_reached:

@@ -68,6 +68,7 @@ class Comparison:
             old_counter, self._old_counter = self._old_counter, counter
             forget = old_counter if self._rank == self._ranks[0] else None
             if order.store.has_come_to(counter, len(self._ranks), forget):
+                self._count_answers(order)
                 return None
 
             def agree() -> bool:  # ranks that see it later post nothing
@@ -112,7 +113,13 @@ class Comparison:
         kind, _, what = ("silent unknown" if said is None else said).partition(" ")
         if kind == "silent":
             self._count_silence(order, what, iteration_number)
+        else:
+            self._count_answers(order)
         return what if kind == "difference" else None
+
+    def _count_answers(self, order: ModelOrder) -> None:
+        if order.num_unanswered < _MOST_UNANSWERED:
+            order.num_unanswered = 0  # those that did not answer were late
 
     def _count_silence(self, order: ModelOrder, ranks: str, iteration_number: int) -> None:
         order.num_unanswered += 1

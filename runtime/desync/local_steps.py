@@ -14,7 +14,7 @@ from ddp_compile import torch_internals
 
 
 class LocalSteps:
-    """Counts steps between a backward inside ``no_sync`` and the next forward.
+    """Counts steps between a backward inside ``no_sync`` and the next forward, or the next backward that is reduced.
 
     A step changes a parameter, and its gradient is then dropped or set to zero. Either of them alone is no step:
     weights may be swapped for an evaluation in the middle of an accumulation, and a bad micro-batch may be dropped. One
@@ -48,8 +48,8 @@ class LocalSteps:
             self._gradient_before = self._gradient_of(index)
         return is_first
 
-    def forward_begins(self) -> None:
-        """A forward with gradients begins, inside ``no_sync`` or not."""
+    def end_watch(self) -> None:
+        """A forward with gradients begins, inside ``no_sync`` or not, or a backward that is reduced."""
         if self._watched is None:
             return
         has_changed = self._is_stepped or self._parameters[self._watched]._version != self._value_before

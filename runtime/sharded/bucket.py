@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.kernels import FlattenPlan
-from ddp_compile.kernels.contract.layout import same_layout
+from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense, same_layout
 from ddp_compile.plan.spec import GradientSpec
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.gradient_views import with_own_storage
@@ -166,7 +166,7 @@ class ShardedBucket:
             if is_there or not place.numel():
                 continue
             is_alike = (parameter.dtype, parameter.device, parameter.shape) == (place.dtype, place.device, place.shape)
-            if not is_alike or not same_layout(parameter, place):
+            if not is_alike or (is_non_overlapping_and_dense(parameter) and not same_layout(parameter, place)):
                 now = (
                     f"{parameter.dtype} {list(parameter.shape)}, strides {parameter.stride()} and not {place.stride()},"
                 )

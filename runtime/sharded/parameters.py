@@ -136,10 +136,9 @@ class ShardedParameters(Sharding):
         """Move the parameters into flat buffers, and let the optimizers step this rank's pieces."""
         own = next(filter(None, (*(optimizer.edit() for optimizer in self._optimizers), self._objection())), "")
         with self.transfers.on_every_rank("the first backward with a sharded optimizer"):
-            of_all = self.transfers.objects_of_all(own)
-        for rank, objection in enumerate(of_all):
-            if objection:
-                raise ReplicationError(f"rank {rank}: {objection}")
+            of_all = self.transfers.objects_of_all(own and f"{this_rank()}: {own}")
+        for objection in filter(None, of_all):
+            raise ReplicationError(objection)
         # The parameters are read here and then freed, and may have been allocated on another stream.
         streams.used_here([parameter.detach() for parameter in self._parameters])
         self.buckets = tuple(ShardedBucket(bucket, self.transfers, self._master_weights) for bucket in buckets)

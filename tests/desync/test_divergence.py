@@ -213,9 +213,29 @@ def test_steps_found(between: Callable[[Parameter], None], then: str, found: int
         parameter.grad.zero_()
     if then == "dropped":
         parameter.grad = None
-    steps.forward_begins()
+    steps.end_watch()
     parameter.grad = torch.ones(3)  # of a backward that was reduced
     step(parameter)
     parameter.grad = None
-    steps.forward_begins()
+    steps.end_watch()
     assert steps.num_found == found
+
+
+@on_ranks(2, eagerly=True)
+def test_ranks_accumulate_different_numbers_of_micro_batches_after_all_forwards() -> None:
+    model: Any = ddp_compile(nn.Linear(2, 2), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        with model.no_sync():
+            losses = [model(torch.ones(1, 2)).sum() for _ in range(1 + dist.get_rank())]
+        losses.append(model(torch.ones(1, 2)).sum())
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # The ranks still compare parameters.
+    with torch.no_grad():
+        model.weight[0, 0] += dist.get_rank()
+    with pytest.raises(RanksDifferError, match="weight"):
+        for _ in range(5):
+            model(torch.ones(1, 2)).sum().backward()

@@ -196,6 +196,22 @@ def test_silent_rank_stops_nobody(monkeypatch: pytest.MonkeyPatch, caplog: Any) 
     assert "some rank did not answer 3 times" in caplog.text
 
 
+def test_a_rank_that_is_late_now_and_then_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(comparison, "ANSWER_LIMIT_S", 0.05)
+    early, late = two_ranks()
+    for number in range(12):
+        run_iteration(early)
+        is_late = number in (0, 3, 7, 11)
+        if is_late:
+            early.compare()
+        run_iteration(late)
+        for points in (late,) if is_late else (early, late):
+            points.compare()
+        for points in (early, late):
+            points.iteration_ends(points.iteration_number + 1)
+    assert "did not answer 3 times" not in caplog.text
+
+
 def test_stopped_store_is_asked_once() -> None:
     goes_on = threading.Event()
     used: list[str] = []

@@ -212,8 +212,8 @@ def test_distribution_as_output() -> None:
 @pytest.mark.parametrize(
     ("alone", "said"),
     [
-        ("forward", "rank 0: a backward outside no_sync() is not reduced, since the last forward was "),
-        ("backward", "rank 0: a backward inside no_sync() is reduced, since the last forward was "),
+        ("forward", "rank 0: a backward outside no_sync() is not reduced, since its forward was "),
+        ("backward", "rank 0: a backward inside no_sync() is reduced, since its forward was "),
         ("nothing", None),
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from beside import own_batch, pair, seeded, train_beside
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import on_ranks
@@ -123,3 +124,16 @@ def test_fused_optim_of_another_module(single_rank_group: None) -> None:
         model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError):  # torch's own
         model._register_fused_optim(torch.optim.LBFGS)
+
+
+@on_ranks(2, eagerly=True)
+def test_no_step_by_gradients_that_are_not_reduced() -> None:
+    """A backward without a forward brings gradients of a bucket that lacks others."""
+    torch.manual_seed(0)
+    model: Any = ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), backend="eager")
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    for step in range(2):
+        model(torch.randn(2, 4) + dist.get_rank()).sum().backward()
+        before = model[0].weight.detach().clone()
+        model[0](torch.randn(2, 4) + dist.get_rank()).sum().backward()
+        assert torch.equal(model[0].weight, before) and model[0].weight.grad is not None, step

@@ -277,7 +277,7 @@ def test_refused_programs(calls_before_each_backward: tuple[int, ...], message: 
 @on_ranks(2, eagerly=True)
 def test_forward_that_raises_is_not_counted() -> None:
     model, loss, count = model_and_loss()
-    for _ in range(2):  # the second time the message is under way when the forward raises
+    for _ in range(2):
         model.normalize_by(count)
         with pytest.raises(IndexError):
             model(torch.full((1, 1), 99))
@@ -321,6 +321,47 @@ def test_one_rank_repeats_a_forward_that_was_counted() -> None:
         gradients.append(model.table.weight.grad.clone())
         model.zero_grad()
     assert all(torch.equal(gradients[0], other) for other in gradients)
+
+
+@on_ranks(2, eagerly=True)
+def test_local_forward_on_one_rank_before_a_count() -> None:
+    """What the ranks send has one order: this rank's count does not come before the buffers."""
+    model: Any = ddp_compile(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), backend="eager")
+    x = torch.randn(4, 2)
+    for step in range(3):
+        model.zero_grad()
+        if step > 0 and dist.get_rank() == 0:
+            with model.no_sync():
+                model(x)
+        model.normalize_by(4)
+        model(x)[:, 0].sum().backward()
+
+
+@on_ranks(2, eagerly=True)
+def test_recomputed_forward_is_counted() -> None:
+    model: Any = ddp_compile(nn.Linear(2, 2), backend="eager")
+    for _ in range(2):
+        model.zero_grad()
+        model.normalize_by(4)
+        torch.utils.checkpoint.checkpoint(model, torch.ones(1, 2), use_reentrant=False).sum().backward()
+        torch.testing.assert_close(model.weight.grad, torch.full((2, 2), 2 / 8))
+
+
+@on_ranks(2, eagerly=True)
+def test_mean_loss_before_it_is_sent() -> None:
+    model, loss, count = model_and_loss()
+    for _ in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            value = loss()
+            model.normalize_by(count, loss=value)
+            with pytest.raises(RuntimeError, match="after the last backward of a step"):
+                _ = model.mean_loss
+            value.backward()
+        value = loss()
+        model.normalize_by(count, loss=value)
+        value.backward()
+        assert model.mean_loss.isfinite()
 
 
 @on_ranks(2, eagerly=True)

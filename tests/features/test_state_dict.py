@@ -48,7 +48,18 @@ def test_not_a_state_dict(value: Any) -> None:
     assert str(ours.value) == str(plain.value)
 
 
+class Delegating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.net.load_state_dict(*args, **kwargs)
+
+
 def test_load_by_assignment() -> None:
+    with pytest.raises(ValueError, match="assign=False"):
+        ddp_compile(Delegating(), backend="eager").load_state_dict(Net().state_dict(), assign=True)
     with pytest.raises(ValueError, match="assign=False"):
         replicated().load_state_dict(Net().state_dict(), assign=True)
     with pytest.raises(ValueError, match="assign=False"):

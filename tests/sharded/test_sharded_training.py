@@ -66,6 +66,7 @@ def test_steps_are_those_of_unsharded_optimizers(kind: str, world_size: int) -> 
         for module in (model, pair.reference):
             module.first.weight.mul_(0.5)
             module.middle[1].weight.data = torch.full((33, 33), 0.01).t()
+            module.first.weight.data = torch.cat([module.first.weight] * 2, dim=1)[:, : module.first.weight.shape[1]]
     pair.train(6)
     # Given back.
     model.unwrap()
