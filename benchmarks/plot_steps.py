@@ -1,7 +1,5 @@
 """Draws README's picture from the committed results: ``python benchmarks/plot_steps.py``."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +20,7 @@ class Row(NamedTuple):
         link: The run's link.
         ours: The implementation.
         cap: Its capacity in MiB.
-        ratio: Ratio and 95 % interval as benchmarks/README.md gives them, if the capacities of the two differ, which
-            summary.csv does not compare.
+        ratio: Ratio and 95 % interval by benchmarks/README.md, if capacities differ; summary.csv compares equal ones.
     """
 
     label: str
@@ -74,8 +71,8 @@ def main() -> None:
     axes.axvline(1.0, color="#222222", linewidth=1)
     axes.set_yticks(range(len(ROWS)), [row.label for row in reversed(ROWS)], fontsize=9)
     axes.set_ylim(-0.6, len(ROWS) - 0.2)
-    baseline = "the fastest alternative of the run (rows with defaults: torch.compile(DDP))"
-    axes.set_xlabel(f"step time relative to {baseline}, with 95 % interval", fontsize=9, x=0.2)
+    what = "step time relative to the fastest alternative of the run (rows with defaults: torch.compile(DDP))"
+    axes.set_xlabel(f"{what}, with 95 % interval", fontsize=9, x=0.2)
     handles = [plt.Line2D([], [], color=color, marker="o", linewidth=2) for color in COLORS.values()]
     axes.legend(handles, list(COLORS), fontsize=8, loc="upper right", frameon=False)
     axes.grid(axis="x", color="#dddddd")
