@@ -66,8 +66,7 @@ def host_group(process_group: dist.ProcessGroup, device: torch.device, own: bool
     """
     if own and process_group in _OWN:
         return _OWN[process_group]
-    is_gloo = torch_internals.backend_name(process_group, device) == "gloo"
-    is_other = streams.has_streams(device) or (own and is_gloo)
+    is_other = streams.has_streams(device) or (own and torch_internals.backend_name(process_group, device) == "gloo")
     store: Any = process_group.get_group_store() if is_other else None
     if store is None:  # the process group is written in Python, so gloo could not find the peers; or no group is needed
         return process_group, device
