@@ -96,7 +96,7 @@ class DelayedAllReduce:
             )
         torch_internals.queue_backward_callback(self._all_reduce)
 
-    # Without a decorator, whose code all decorated functions share: no callback of the engine is compiled.
+    # Not decorated with no_grad: Dynamo skips the code of callbacks, and all decorated functions share theirs.
     def _all_reduce(self) -> None:
         with torch.no_grad():
             self._all_reduce_each_dtype()

@@ -167,10 +167,8 @@ class ShardedBucket:
                 continue
             is_alike = (parameter.dtype, parameter.device, parameter.shape) == (place.dtype, place.device, place.shape)
             if not is_alike or (is_non_overlapping_and_dense(parameter) and not same_layout(parameter, place)):
-                now = (
-                    f"{parameter.dtype} {list(parameter.shape)}, strides {parameter.stride()} and not {place.stride()},"
-                )
-                change = f"other memory, now {now} on {parameter.device}"
+                now = f"{parameter.dtype} {list(parameter.shape)} on {parameter.device}"
+                change = f"other memory, now {now} with strides {parameter.stride()} instead of {place.stride()}"
                 raise error_messages.parameters_changed([f"{change}: {name}"])
             if parameter.device.type == "cpu" and parameter.is_shared():
                 raise ReplicationError(f"{this_rank()}: {name} has been moved into {SHARED_MEMORY}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import GraphBuilder, Recorded, calls, context, record
+from graphs import GraphBuilder, Recorded, calls, capture, context, record
 
 from ddp_compile.passes.forward.sink_parameter_views import sink_parameter_views_pass
 
@@ -69,7 +69,6 @@ def test_views_move_to_first_use(function: Callable[..., Any], expected: list[st
 WRITTEN = {
     "itself": lambda p: p.detach(),
     "a row": lambda p: p.detach()[0],
-    ".data": lambda p: p.data,
     "windows": lambda p: p.detach().unfold(0, 1, 1),
 }
 
@@ -84,6 +83,20 @@ def test_views_of_written_parameters_stay(written: str) -> None:
     gm, parameter_of = record(function)
     names = calls(gm)
     assert sink_parameter_views_pass(gm, context(parameter_of)).num_changed == 0
+    assert calls(gm) == names
+
+
+def test_casts_stay_before_a_write_through_data() -> None:
+    def function(x: Any, weight: Any) -> Any:
+        copy, hidden = weight.clone(), torch.sin(x)
+        weight.data.mul_(2.0)
+        return torch.matmul(hidden, copy)
+
+    gm, _ = capture(function, torch.ones(4, 4), torch.nn.Parameter(torch.ones(4, 4)))
+    names = calls(gm)
+    assert "_get_data_attr" in names
+    (weight,) = (node for node in gm.graph.find_nodes(op="placeholder") if "weight" in node.name)
+    assert sink_parameter_views_pass(gm, context({weight.name: 0})).num_changed == 0
     assert calls(gm) == names
 
 

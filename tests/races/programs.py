@@ -146,13 +146,17 @@ def with_buffer_hook(stage: Stage) -> None:
 def accumulating(stage: Stage, **settings: Any) -> None:
     """Two micro-batches, of which the second is reduced; and gradients that stay and are zeroed in place."""
     model = replicated(stage, **settings)
+    accumulate(stage, model, model, num_steps=2, set_to_none=False)
+
+
+def accumulate(stage: Stage, model: Any, call: Callable[[Tensor], Tensor], num_steps: int, set_to_none: bool) -> None:
     optimizer, batch = adam(model), plain_batches(4, WIDTH)
-    for roles in stage.steps(2):
+    for roles in stage.steps(num_steps):
         with stage.on(roles.caller):
-            optimizer.zero_grad(set_to_none=False)
+            optimizer.zero_grad(set_to_none)
             for synchronizes in (False, True):
                 with nullcontext() if synchronizes else model.no_sync():
-                    stage.backward(stage.forward(model, batch(), roles), roles)
+                    stage.backward(stage.forward(call, batch(), roles), roles)
             optimizer.step()
             stage.use_memory()
     stage.end(model)
@@ -220,16 +224,7 @@ def late_gradients_added(stage: Stage) -> None:
         y = model(x)
         return y if next(numbers) < 4 else torch.cat([y.flatten(), model.second.weight.flatten()])
 
-    optimizer, batch = adam(model), plain_batches(4, WIDTH)
-    for roles in stage.steps(4):
-        with stage.on(roles.caller):
-            optimizer.zero_grad()
-            for synchronizes in (False, True):
-                with nullcontext() if synchronizes else model.no_sync():
-                    stage.backward(stage.forward(with_penalty_later, batch(), roles), roles)
-            optimizer.step()
-            stage.use_memory()
-    stage.end(model)
+    accumulate(stage, model, with_penalty_later, num_steps=4, set_to_none=True)
 
 
 def delayed(stage: Stage) -> None:
