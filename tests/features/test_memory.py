@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import ROWS_PER_RANK, Mlp, loss_of
-from rank_pool import on_ranks
+from rank_pool import RankPool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +22,13 @@ WIDTH, NUM_LAYERS = 256, 8
 CAPS_MIB = (1.0, 2.0)
 #: torch 2.11 does not know it.
 BATCHED_GRAD_COPY = "batched_grad_copy" in signature(DistributedDataParallel).parameters
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_that_have_run_nothing(rank_pools: dict[int, RankPool]) -> None:
+    """Once, after other tests on the same processes, rank 0 compiled another graph than rank 1 and kept gradients."""
+    for pool in rank_pools.values():
+        pool.close()
 
 
 def model() -> nn.Module:
