@@ -7,10 +7,10 @@ launched, each rank adds 1 to a counter in the store that is named by a digest o
 collectives are over, all ranks have added, since the last collective needed them all. So no rank waits for another. A
 counter that equals the world size proves that all fingerprints are equal. Each rank asks once, however many ranks there
 are. If the counter is lower, the ranks post the fingerprints themselves, and one of them compares them for all, see
-Note [One rank reads]. The counter of an agreement point is deleted after the next one, which no rank reaches before all
-have read the previous one. If ``wait`` returns before a collective is over, as with NCCL, a rank may read before the
-others have added. Then it asks again for some seconds, and leaves the rest to the next agreement point. Fingerprints
-accumulate, so nothing is missed.
+Note [One rank reads]. A rank may read before the others have added if ``wait`` returns before a collective is over, as
+with NCCL, and if the ranks meet only after the backward, to average parameters. Then it posts, asks again for some
+seconds, and leaves the rest to the next agreement point. Fingerprints accumulate, so nothing is missed. What is posted
+at an agreement point is deleted at a later one, once all ranks have come to it: then nobody reads it any more.
 """
 
 from __future__ import annotations

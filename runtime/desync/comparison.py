@@ -31,8 +31,11 @@ class Comparison:
 
     def __init__(self, kind: str, rank: int, ranks: Sequence[int]) -> None:
         self._kind, self._rank, self._ranks = kind, rank, ranks
+        self._is_first = rank == ranks[0]  # it deletes what the ranks share
         self._added: tuple[ModelOrder, int, str, str] | None = None  # order, number, counter and text
-        self._old_counter: str | None = None
+        # Keys that this rank deletes: those of the latest agreement point, and older ones.
+        self._keys: list[str] = []
+        self._old_keys: list[str] = []
 
     def add(self, order: ModelOrder, number: int, text: str) -> None:
         """Before the last bucket of an iteration is launched, add to the counter that a digest of the text names.
@@ -43,6 +46,8 @@ class Comparison:
         if order.store.lost is not None or order.num_unanswered == _MOST_UNANSWERED:
             return
         counter = f"{order.prefix}{self._kind}/agreement/{number}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        self._old_keys += self._keys
+        self._keys = [counter] if self._is_first else []
         try:
             order.store.add(counter, 1)
             self._added = order, number, counter, text
@@ -64,11 +69,8 @@ class Comparison:
             return None
         (order, number, counter, text), self._added = self._added, None
         try:
-            # A rank that has added to this counter has read the previous one, which the first rank deletes.
-            old_counter, self._old_counter = self._old_counter, counter
-            forget = old_counter if self._rank == self._ranks[0] else None
-            if order.store.has_come_to(counter, len(self._ranks), forget):
-                self._count_answers(order)
+            if order.store.has_come_to(counter, len(self._ranks)):
+                self._all_have_come(order)
                 return None
 
             def agree() -> bool:  # ranks that see it later post nothing
@@ -99,6 +101,8 @@ class Comparison:
         """
         prefix = f"{order.prefix}{self._kind}/{name}"
         keys = {rank: f"{prefix}/{rank}" for rank in self._ranks}
+        gathering = Gathering(order.store, prefix, list(keys.values()))
+        self._keys += [keys[self._rank], *(gathering.keys if self._is_first else ())]
         order.store.post(keys[self._rank], text)
 
         def summarize(found: dict[str, str]) -> str:
@@ -108,18 +112,21 @@ class Comparison:
             difference = describe({rank: found[key] for rank, key in keys.items()})
             return "" if difference is None else f"difference {difference}"
 
-        gathering = Gathering(order.store, prefix, list(keys.values()))
         said = gathering.summary(ANSWER_LIMIT_S, lambda found: len(found) == len(keys) or agree(), summarize)
         kind, _, what = ("silent unknown" if said is None else said).partition(" ")
         if kind == "silent":
             self._count_silence(order, what, iteration_number)
         else:
-            self._count_answers(order)
+            self._all_have_come(order)
         return what if kind == "difference" else None
 
-    def _count_answers(self, order: ModelOrder) -> None:
+    def _all_have_come(self, order: ModelOrder) -> None:
         if order.num_unanswered < _MOST_UNANSWERED:
             order.num_unanswered = 0  # those that did not answer were late
+        # A rank that has come to this agreement point reads nothing of earlier ones any more.
+        if self._old_keys:
+            order.store.delete(self._old_keys)
+            self._old_keys = []
 
     def _count_silence(self, order: ModelOrder, ranks: str, iteration_number: int) -> None:
         order.num_unanswered += 1

@@ -34,6 +34,7 @@ class Gathering:
     def __init__(self, store: GroupStore, name: str, keys: Sequence[str]) -> None:
         self._store = store
         self._tickets, self._told, self._readers = f"{name}/tickets", f"{name}/told", f"{name}/readers"
+        self.keys = self._tickets, self._told, self._readers  #: of the summaries
         self._keys = keys
 
     def summary(

@@ -81,16 +81,13 @@ class GroupStore:
         """Add to a counter that starts at 0; returns its new value. Raises StoreLostError."""
         return self.ask(lambda: self._store.add(self._prefix + key, amount))
 
-    def has_come_to(self, counter: str, value: int, old_counter: str | None = None) -> bool:
-        """Whether a counter has a value; if so, an old counter is deleted. Raises StoreLostError."""
+    def has_come_to(self, counter: str, value: int) -> bool:
+        """Whether a counter has a value. Raises StoreLostError."""
+        return self.add(counter, 0) == value
 
-        def compare() -> bool:
-            has_come = self._store.add(self._prefix + counter, 0) == value
-            if has_come and old_counter is not None:
-                self._store.delete_key(self._prefix + old_counter)
-            return has_come
-
-        return self.ask(compare)
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete keys, of which some may not exist. Raises StoreLostError."""
+        self.ask(lambda: [self._store.delete_key(self._prefix + key) for key in keys])
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
         """The values of the keys that exist. Raises StoreLostError."""

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from rank_pool import Ranks, on_ranks
 from torch.optim import Optimizer
 
 from ddp_compile import ddp_compile, shard_optimizer
-from ddp_compile.algorithms import GradientAllReduce, LowPrecisionDecentralized
+from ddp_compile.algorithms import Decentralized, GradientAllReduce, LowPrecisionDecentralized
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
 from ddp_compile.runtime.comm.transfers import Transfer
 from ddp_compile.runtime.desync.group_store import GroupStore
@@ -190,17 +191,20 @@ def in_group_with_tcp_store() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), Decentralized()], ids=lambda a: type(a).__name__)
 @on_ranks(2, eagerly=True)
-def test_agreement_points_leave_one_counter() -> None:
+def test_keys_of_agreement_points_are_deleted(algorithm: Any) -> None:
+    """Decentralized compares before it meets the others: the faster rank posts its fingerprint and asks again."""
     in_group_with_tcp_store()
-    model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager")
+    model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager", algorithm=algorithm)
     for _ in range(20):
+        time.sleep(0.03 * dist.get_rank())
         loss_of(model(torch.randn(4, 8))).backward()
     store = model._ddp_compile_state.monitor._store._store._underlying_non_prefix_store
     dist.barrier()
-    counters = [key.split("/agreement/")[0] for key in store.list_keys() if "/agreement/" in key]
+    compared = re.findall(r"/(?:fingerprint|replicas)/(?:agreement/)?(\d+)/", "\n".join(store.list_keys()))
     dist.barrier()
-    assert sorted(key.rsplit("/", 1)[-1] for key in counters) == ["fingerprint", "replicas"]
+    assert set(compared) == {"16"}
 
 
 @torch.compiler.set_stance("force_eager")
