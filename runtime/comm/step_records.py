@@ -259,6 +259,10 @@ class StepRecords(NoRecords):
         self._read(wait=True)
         return list(self.steps)
 
+    def ahead_ns(self) -> int:
+        """How far the times of the last steps are ahead of the host's clock; waits for the device."""
+        return self._clock.ahead_ns()
+
     def _read(self, wait: bool) -> None:
         """Turn marks of steps into times, of those steps that the device has finished unless it is waited for."""
         while self._unread and self._clock.has_passed(self._unread[0].ended, wait):

@@ -8,6 +8,7 @@ through `backend`, which tests replace by a simulated one that finds accesses th
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -239,6 +240,14 @@ class StreamClock:
             self._origin, self._origin_ns = mark, at_ns
         return at_ns
 
+    def ahead_ns(self) -> int:
+        """How far times read now are ahead of the host's clock, since the device's has a speed of its own; waits for it."""
+        if self.is_of_host:
+            return 0
+        now = self.mark()
+        self.has_passed(now, wait=True)
+        return self.read(now) - time.monotonic_ns()
+
 
 def run_on_own_stream(device: torch.device, function: Callable[[], None]) -> None:
     """Call a function on a new stream, in a thread that torch has not used yet."""
@@ -255,4 +264,10 @@ def work_blocks_host(process_group: dist.ProcessGroup, device: torch.device) -> 
     """Whether ``Work.wait()`` blocks the host until the transfer is over, instead of holding up the current stream."""
     if not backend.has_streams(device):
         return True
-    return torch_internals.backend_name(process_group, device) in _BLOCKING_BACKENDS
+    backend_name = torch_internals.backend_name(process_group, device)
+    return backend_name in _BLOCKING_BACKENDS or (backend_name == "nccl" and _nccl_blocks_host())
+
+
+def _nccl_blocks_host() -> bool:
+    names = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # see ProcessGroupNCCL.hpp of torch 2.13
+    return any(os.environ.get(name, "0").lower() in ("1", "y", "yes", "t", "true") for name in names)

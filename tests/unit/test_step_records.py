@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from plans import gradients, plan_in_frames
 
+from ddp_compile import torch_internals
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.step_records import StepRecords
 
@@ -105,6 +106,27 @@ def test_host_does_not_wait_for_events(device: SlowDevice) -> None:
         times += [*transfer.done, transfer.waited_from, transfer.waited_until, step.ended]
         assert [round((at - times[0]) / 1e6) for at in times] == list(range(9))  # one event each, a ms apart
     assert abs(records.steps[0].began - time.monotonic_ns()) < 60e9
+
+
+def test_device_with_a_fast_clock(device: SlowDevice) -> None:
+    """Ten milliseconds a step on the device, and hardly any on the host."""
+    records = records_of(blocks_host=False)
+    for _ in range(1000):
+        run_step(records, PLAN, Work())
+    ended_ns = records.read_all()[-1].ended
+    assert records.ahead_ns() > 5e9
+    assert abs(ended_ns - records.ahead_ns() - time.monotonic_ns()) < 1e9
+
+
+@pytest.mark.parametrize(("value", "blocks"), [(None, False), ("0", False), ("1", True), ("true", True)])
+def test_nccl_that_blocks_the_host(
+    device: SlowDevice, monkeypatch: pytest.MonkeyPatch, value: str | None, blocks: bool
+) -> None:
+    monkeypatch.setattr(torch_internals, "backend_name", lambda group, device: "nccl")
+    if value is not None:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", value)
+    group: Any = None
+    assert streams.work_blocks_host(group, CPU) == blocks
 
 
 def test_end_of_a_transfer_that_its_stream_has_not_come_to(device: SlowDevice) -> None:
