@@ -151,15 +151,20 @@ class LaunchQueue:
         another mean does not change it. A bucket with a parameter that holds none is passed over, and its gradients are
         reduced in the next iteration.
         """
+        lacking = [
+            bucket
+            for bucket in self.not_launched
+            if bucket.is_pending and any(gradient is None for gradient in bucket.gradients())
+        ]
+        if lacking and self.algorithm.traits.beyond_group:
+            raise error_messages.left_out(lacking[0].describe())
+        for bucket in lacking:  # first: the last one that is launched is told that no other follows
+            bucket.skip()
+            self._set.iteration.is_whole = False
         for bucket in self.not_launched:
-            if bucket.is_pending and all(gradient is not None for gradient in bucket.gradients()):
+            if bucket.is_pending:
                 self.complete(bucket)
-            elif bucket.is_pending:
-                if self.algorithm.traits.beyond_group:
-                    raise error_messages.left_out(bucket.describe())
-                bucket.skip()
-                self._set.iteration.is_whole = False
-            self._launch_ready()
+        self._launch_ready()
 
     def _make_ready(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         """Flatten a bucket, and launch the buckets that are ready then."""

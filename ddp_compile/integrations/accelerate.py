@@ -119,12 +119,16 @@ def _use_trainer(trainer: Any, arguments: dict[str, Any], log_communication: boo
 
 def _scalars(accelerator: accelerate.Accelerator) -> dict[str, float]:
     """The last steps of the models that are measured; those of several models are numbered."""
-    models = [model for model in accelerator._models if isinstance(model, ReplicatedModule)]
-    scalars = {}
+    models, scalars = _replicated_models(accelerator), {}
     for number, model in enumerate(models):
         if (step := model.comm_stats()) is not None:
             scalars.update(step.scalars(f"communication_{number}" if len(models) > 1 else "communication"))
     return scalars
+
+
+def _replicated_models(accelerator: accelerate.Accelerator) -> list[Any]:
+    """Each once, although Accelerate may have prepared it again."""
+    return list(dict.fromkeys(model for model in accelerator._models if isinstance(model, ReplicatedModule)))
 
 
 def _objection(accelerator: accelerate.Accelerator) -> str:
@@ -201,15 +205,16 @@ class _ReplicatesModels:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Like Accelerate's, which divides losses by the number of micro-batches, but not if they are counted."""
         accelerator: Any = self
-        models = [model for model in accelerator._models if isinstance(model, ReplicatedModule)]
-        if any(state_of(model).reducer.normalizer.awaits_backward for model in models):
+        models = _replicated_models(accelerator)
+        num_steps = accelerator.gradient_accumulation_steps
+        if num_steps > 1 and any(state_of(model).reducer.normalizer.awaits_backward for model in models):
             if len(models) > 1:  # whose loss it is cannot be told
                 raise ReplicationError(
                     f"{this_rank()}: accelerator.backward() divides losses by gradient_accumulation_steps, except those"
                     f" that model.normalize_by() has counted, and one of {len(models)} models awaits such a backward;"
                     " call loss.backward() instead, and divide the losses of the others yourself"
                 )
-            loss = loss * accelerator.gradient_accumulation_steps
+            loss = loss * num_steps
         super().backward(loss, **kwargs)  # type: ignore[misc]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -98,6 +98,8 @@ class DDPCompileStrategy(DDPStrategy):
         settings = dict(self._ddp_kwargs)
         ignored = names_to_ignore(module, settings.get("parameters_to_ignore", ()))
         settings["parameters_to_ignore"] = [f"module.{name}" for name in ignored]
+        if delayed := settings.get("delay_all_reduce_named_params"):
+            settings["delay_all_reduce_named_params"] = [(f"module.{name}", parameter) for name, parameter in delayed]
         model = ddp_compile(_Steps(module), **settings)
         assert is_replicated(model)
         if (hook := self._ddp_comm_hook) is not None:

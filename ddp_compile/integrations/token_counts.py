@@ -38,6 +38,7 @@ class TokenCounts:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._state: Any = None  # of Trainer, which makes a new one for each train()
         self._number: Tensor | None = None  # of items in the first step
         self._is_proportional: bool | None = None  # losses to 1 / number, on all ranks; None until a step is over
         self._own = self._sum = torch.zeros(())  # number of items, and losses of this step, on this rank
@@ -48,6 +49,8 @@ class TokenCounts:
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> tuple[list[Any], Any]:
         """A step's batches, and the number that their losses divide by."""
         arguments, accelerator = self._trainer.args, self._trainer.accelerator
+        if self._trainer.state is not self._state:
+            self._state, self._number, self._is_proportional = self._trainer.state, None, None
         if self._number is not None and self._is_proportional is None:
             is_shown = torch.tensor(not self._num_left, device=self._number.device)
             self._is_proportional = bool(accelerator.gather(is_shown).all())

@@ -70,7 +70,7 @@ def buckets_of_hooks(state: ReplicateState) -> dict[int, str]:
     algorithm = state.reducer.algorithm
     if not algorithm.traits.replayable:
         return dict.fromkeys(
-            range(len(state.builder.propose().buckets)), f"the {algorithm.name} must not be called twice for a bucket"
+            range(len(state.plan.buckets)), f"the {algorithm.name} must not be called twice for a bucket"
         )
     return {index: TOO_EARLY for index, bucket in enumerate(state.reducer.buckets) if bucket.was_launched_too_early}
 

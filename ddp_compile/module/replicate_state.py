@@ -414,6 +414,7 @@ class ReplicateState:
 
     def broadcast_buffers(self, before: str) -> None:
         """Give all ranks the same buffers ``before`` something, "validation" for example, but no training forward."""
+        self.monitor.forward_begins(before)
         self.reducer.await_at_the_end(self.buffers.before_forward(before, source=0))
 
     def prepare_for_backward_of(self, module: nn.Module, loss: Any) -> None:
@@ -443,7 +444,9 @@ class ReplicateState:
 
     def shadow_buffers(self, source: int) -> None:
         """On a rank that has no input left, join the others in synchronizing buffers."""
-        self.reducer.await_at_the_end(self.buffers.before_forward("shadow of a forward", source))
+        kind = "shadow of a forward"
+        self.monitor.forward_begins(kind)
+        self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
         self.reducer.await_at_the_end(self.buffers.after_forward())
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:

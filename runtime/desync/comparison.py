@@ -101,7 +101,8 @@ class Comparison:
         """
         prefix = f"{order.prefix}{self._kind}/{name}"
         keys = {rank: f"{prefix}/{rank}" for rank in self._ranks}
-        gathering = Gathering(order.store, prefix, list(keys.values()))
+        # Once: a rank that comes late must do what the others do, which may be to repair parameters, or to go on.
+        gathering = Gathering(order.store, prefix, list(keys.values()), once=True)
         self._keys += [keys[self._rank], *(gathering.keys if self._is_first else ())]
         order.store.post(keys[self._rank], text)
 

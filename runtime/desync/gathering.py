@@ -29,10 +29,11 @@ class Gathering:
     Args:
         name: Prefix of the keys of the summaries; the same on every rank.
         keys: One key for each rank.
+        once: Whether the first summary is that of all ranks, also of those whose posts it has not seen.
     """
 
-    def __init__(self, store: GroupStore, name: str, keys: Sequence[str]) -> None:
-        self._store = store
+    def __init__(self, store: GroupStore, name: str, keys: Sequence[str], once: bool = False) -> None:
+        self._store, self._once = store, once
         self._tickets, self._told, self._readers = f"{name}/tickets", f"{name}/told", f"{name}/readers"
         self.keys = self._tickets, self._told, self._readers  #: of the summaries
         self._keys = keys
@@ -61,7 +62,7 @@ class Gathering:
         """
         ticket = self._store.add(self._tickets, 1)
         covered, text = self._wait_for(ticket, wait_s + ANSWER_LIMIT_S)
-        if covered < ticket:
+        if covered < ticket and not (covered and self._once):
             if covered != ticket - 1 and len(self._keys) > _MOST_WHO_READ_ALONE:
                 return None
             text = self._gather(wait_s, at_least_s, enough, summarize)
@@ -82,7 +83,7 @@ class Gathering:
             told = self._store.read([self._told]).get(self._told, "0 ")
             number, text = told.split(" ", 1)
             covered = int(number)
-            if covered >= ticket - 1:
+            if covered >= ticket - 1 or (covered and self._once):
                 break
         return covered, text
 

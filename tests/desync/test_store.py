@@ -212,6 +212,21 @@ def test_a_rank_that_is_late_now_and_then_is_compared(monkeypatch: pytest.Monkey
     assert "did not answer 3 times" not in caplog.text
 
 
+def test_a_late_rank_finds_what_the_others_have_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it alone would raise, or repair parameters. The next agreement point finds the difference."""
+    early, late = two_ranks()
+    run_iteration(early)
+    with monkeypatch.context() as patch:
+        patch.setattr(comparison, "ANSWER_LIMIT_S", 0.05)
+        early.compare()
+    run_iteration(late, after_forward=False)
+    late.compare()
+    for points in (early, late):
+        points.iteration_ends(points.iteration_number + 1)
+        run_iteration(points)
+    assert all(isinstance(error, RanksDifferError) for error in compare_all([early, late]))
+
+
 def test_stopped_store_is_asked_once() -> None:
     goes_on = threading.Event()
     used: list[str] = []

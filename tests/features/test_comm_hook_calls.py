@@ -64,6 +64,18 @@ def test_called_as_by_ddp() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
+def test_last_bucket_if_a_later_one_is_passed_over() -> None:
+    """A regularizer's backward has no forward: a bucket without gradients, here the third, waits for the next one."""
+    model = replicated()
+    go_backward(model)
+    calls: list[Any] = []
+    model.register_comm_hook(calls, threefold)
+    for parameter in model[0].parameters():
+        parameter.grad = None
+    model[4].weight.square().sum().backward()
+    assert [(index, is_last) for index, is_last, _ in calls] == [(0, False), (1, True)]
+
+
 def test_bucket_of_a_hook() -> None:
     model = replicated()
     num_buckets = 0

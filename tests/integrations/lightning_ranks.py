@@ -221,7 +221,7 @@ def loaders() -> list[DataLoader[Any]]:
     return [DataLoader(each, 4) for each in sets]
 
 
-def trained(make: type[Net], strategy: DDPStrategy, **settings: Any) -> Net:
+def trained(make: Callable[[], Net], strategy: DDPStrategy, **settings: Any) -> Net:
     torch.manual_seed(1)
     net = make()
     make_trainer(strategy, **settings).fit(net, *loaders())
@@ -306,6 +306,14 @@ def resume(folder: Path) -> None:
 def ignore_by_name(_folder: Path) -> None:
     names = trained(Net, DDPCompileStrategy(**SMALL, parameters_to_ignore=["head.bias"])).reduced
     assert "module.body.0.weight" in names and "module.head.bias" not in names
+
+
+def delay_by_name(_folder: Path) -> None:
+    """Names are those of the LightningModule."""
+    net = Net()
+    delayed = {"delay_all_reduce_named_params": [("head.weight", net.head.weight)]}
+    trained(lambda: net, DDPCompileStrategy(**SMALL, **delayed, param_to_hook_all_reduce=net.body[0].weight))
+    assert "module.head.bias" in net.reduced and "module.head.weight" not in net.reduced
 
 
 def hooked(_folder: Path) -> None:

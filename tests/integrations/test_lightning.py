@@ -60,7 +60,11 @@ def test_mean_over_tokens_is_that_of_one_process(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["resume", "ignore_by_name", "hooked", "log_communication", "make_wrong_strategies", "raise_in_a_step"]
+    "program",
+    [
+        *("resume", "ignore_by_name", "delay_by_name", "hooked", "log_communication", "make_wrong_strategies"),
+        "raise_in_a_step",
+    ],
 )
 def test_other_programs(program: str, ranks: Ranks, tmp_path: Path) -> None:
     """The name or docstring of each says what it asserts on both ranks."""

@@ -80,7 +80,9 @@ def test_a_checkpoint_goes_on_as_without_a_stop(tmp_path: Path, ranks: Ranks) ->
         assert_close(ddp, whole)
 
 
-@pytest.mark.parametrize("program", ["train_twice_and_generate", "search", "train_and_delete_adapters"])
+@pytest.mark.parametrize(
+    "program", ["train_twice_and_generate", "train_again_with_a_term", "search", "train_and_delete_adapters"]
+)
 def test_other_programs(program: str, tmp_path: Path, ranks: Ranks) -> None:
     """The docstring of each says what it asserts on both ranks."""
     ranks(2).run(call, f"trainer_ranks.{program}", str(tmp_path))

@@ -188,6 +188,23 @@ def add_a_term_later(folder: str) -> str:
     return error_of(trainer.train)
 
 
+def train_again_with_a_term(folder: str) -> None:
+    """In the second train() the loss has a term that the number does not divide: gradients are Trainer's own again."""
+    found = []
+    for ours in (True, False):
+        trainer = new_trainer(False, folder, **{**UNEVEN_SETTINGS, "max_steps": 2})
+        trainer.train_dataset = Counting(80, is_uneven=True)
+        extra = 0.0
+        trainer.compute_loss_func = lambda *args, **kwargs: summed_loss(*args, **kwargs, extra=extra)
+        if ours:
+            use(trainer, backend="eager")
+        trainer.train()
+        extra = 0.1
+        trainer.train()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]))
+    torch.testing.assert_close(*found)
+
+
 def resume_both(folder: str) -> list[list[tuple[int, str, float]]]:
     """Train without a stop, and resume from its checkpoint in the middle, with ddp_compile and with Trainer's own."""
     whole = new_trainer(True, Path(folder) / "whole")
