@@ -241,7 +241,7 @@ class StreamClock:
         return at_ns
 
     def ahead_ns(self) -> int:
-        """How far times read now are ahead of the host's clock, since the device's has a speed of its own; waits for it."""
+        """How far times read now are ahead of the host's clock, as devices' clocks drift; waits for the device."""
         if self.is_of_host:
             return 0
         now = self.mark()

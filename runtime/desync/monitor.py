@@ -70,7 +70,7 @@ class DesyncMonitor(AgreementPoints):
             weakref.finalize(self, post_uncaught_error(self._statuses)).atexit = False
 
     def forward_begins(self, kind: str) -> None:
-        """A "training forward", an "evaluation forward", a "validation" and so on begins; each kind has its own count."""
+        """A "training forward", "evaluation forward", "validation" and so on begins; each kind has its own count."""
         self._num_forwards[kind] += 1
         self._statuses.note(kind, self._num_forwards[kind])
 

@@ -104,7 +104,9 @@ def test_a_rate_is_read_and_written(text: str, bits_per_second: int | None, cano
     assert str(rate) == canonical
 
 
-@pytest.mark.parametrize("text", ["", "1", "gbit", "1 gbit", "-1gbit", "1e3mbit", "0.5mbit", "10001gbit", "nan", "٣gbit"])
+@pytest.mark.parametrize(
+    "text", ["", "1", "gbit", "1 gbit", "-1gbit", "1e3mbit", "0.5mbit", "10001gbit", "nan", "٣gbit"]
+)
 def test_a_bad_rate_is_named_with_what_is_accepted(text: str) -> None:
     with pytest.raises(ValueError) as caught:
         Rate.parse(text)

@@ -194,13 +194,11 @@ def train_again_with_a_term(folder: str) -> None:
     for ours in (True, False):
         trainer = new_trainer(False, folder, **{**UNEVEN_SETTINGS, "max_steps": 2})
         trainer.train_dataset = Counting(80, is_uneven=True)
-        extra = 0.0
-        trainer.compute_loss_func = lambda *args, **kwargs: summed_loss(*args, **kwargs, extra=extra)
         if ours:
             use(trainer, backend="eager")
-        trainer.train()
-        extra = 0.1
-        trainer.train()
+        for extra in (0.0, 0.1):
+            trainer.compute_loss_func = partial(summed_loss, extra=extra)
+            trainer.train()
         found.append(torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]))
     torch.testing.assert_close(*found)
 
