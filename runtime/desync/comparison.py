@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from ddp_compile.errors import format_ranks, this_rank
 from ddp_compile.runtime.desync.gathering import Gathering
@@ -103,7 +104,7 @@ class Comparison:
         keys = {rank: f"{prefix}/{rank}" for rank in self._ranks}
         # Once: a rank that comes late must do what the others do, which may be to repair parameters, or to go on.
         gathering = Gathering(order.store, prefix, list(keys.values()), once=True)
-        self._keys += [keys[self._rank], *(gathering.keys if self._is_first else ())]
+        self._keys += [keys[self._rank], *(gathering.summary_keys if self._is_first else ())]
         order.store.post(keys[self._rank], text)
 
         def summarize(found: dict[str, str]) -> str:
@@ -125,9 +126,10 @@ class Comparison:
         if order.num_unanswered < _MOST_UNANSWERED:
             order.num_unanswered = 0  # those that did not answer were late
         # A rank that has come to this agreement point reads nothing of earlier ones any more.
-        if self._old_keys:
-            order.store.delete(self._old_keys)
-            self._old_keys = []
+        old_keys, self._old_keys = self._old_keys, []
+        if old_keys:
+            with suppress(StoreLostError):  # what was found still counts
+                order.store.delete(old_keys)
 
     def _count_silence(self, order: ModelOrder, ranks: str, iteration_number: int) -> None:
         order.num_unanswered += 1

@@ -35,7 +35,7 @@ class Gathering:
     def __init__(self, store: GroupStore, name: str, keys: Sequence[str], once: bool = False) -> None:
         self._store, self._once = store, once
         self._tickets, self._told, self._readers = f"{name}/tickets", f"{name}/told", f"{name}/readers"
-        self.keys = self._tickets, self._told, self._readers  #: of the summaries
+        self.summary_keys = self._tickets, self._told, self._readers
         self._keys = keys
 
     def summary(
