@@ -206,15 +206,14 @@ class _ReplicatesModels:
         """Like Accelerate's, which divides losses by the number of micro-batches, but not if they are counted."""
         accelerator: Any = self
         models = _replicated_models(accelerator)
-        num_steps = accelerator.gradient_accumulation_steps
-        if num_steps > 1 and any(state_of(model).reducer.normalizer.awaits_backward for model in models):
+        if any(state_of(model).reducer.normalizer.awaits_backward for model in models):
             if len(models) > 1:  # whose loss it is cannot be told
                 raise ReplicationError(
                     f"{this_rank()}: accelerator.backward() divides losses by gradient_accumulation_steps, except those"
                     f" that model.normalize_by() has counted, and one of {len(models)} models awaits such a backward;"
                     " call loss.backward() instead, and divide the losses of the others yourself"
                 )
-            loss = loss * num_steps
+            loss = loss * accelerator.gradient_accumulation_steps
         super().backward(loss, **kwargs)  # type: ignore[misc]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

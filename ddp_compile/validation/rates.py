@@ -10,13 +10,13 @@ from decimal import Decimal
 
 @dataclass(frozen=True)
 class Rate:
-    """The rate of a link: 1 mbit to 10,000 gbit, headers included, or None for a link that is not shaped."""
+    """The rate of a link: 1 mbit to 400 gbit, headers included, or None for a link that is not shaped."""
 
     bits_per_second: int | None
 
     def __post_init__(self) -> None:
-        if self.bits_per_second is not None and not 10**6 <= self.bits_per_second <= 10**13:
-            limits = "from 10**6 (1mbit) to 10**13 (10000gbit), or None for a link that is not shaped"
+        if self.bits_per_second is not None and not 10**6 <= self.bits_per_second <= 400 * 10**9:
+            limits = "from 10**6 (1mbit) to 400 * 10**9 (400gbit), or None for a link that is not shaped"
             raise ValueError(f"bits_per_second={self.bits_per_second} must be {limits}")
 
     @classmethod
@@ -27,7 +27,7 @@ class Rate:
             if found is not None:
                 return cls(int(Decimal(found[1]) * 10 ** {"m": 6, "g": 9}[found[2].lower()]) if found[1] else None)
         raise ValueError(
-            f"rate={text!r} must be a number with the unit mbit or gbit, from 1mbit to 10000gbit, or none;"
+            f"rate={text!r} must be a number with the unit mbit or gbit, from 1mbit to 400gbit, or none;"
             " pass for example 100mbit, 2.5gbit or none"
         )
 

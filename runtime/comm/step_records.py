@@ -259,9 +259,9 @@ class StepRecords(NoRecords):
         self._read(wait=True)
         return list(self.steps)
 
-    def ahead_ns(self) -> int:
-        """How far the times of the last steps are ahead of the host's clock; waits for the device."""
-        return self._clock.ahead_ns()
+    def drift(self) -> tuple[int, float]:
+        """See `streams.StreamClock.drift`."""
+        return self._clock.drift()
 
     def _read(self, wait: bool) -> None:
         """Turn marks of steps into times, of those steps that the device has finished unless it is waited for."""

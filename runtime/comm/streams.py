@@ -217,7 +217,7 @@ class StreamClock:
         if not self.is_of_host:
             self._origin = backend.record_timed(device)
             backend.has_passed(self._origin, wait=True)
-        self._origin_ns = time.monotonic_ns()
+        self._origin_ns = self._began_ns = time.monotonic_ns()
 
     def mark(self) -> Any:
         """Now, or the end of all work queued so far on the current stream."""
@@ -240,13 +240,17 @@ class StreamClock:
             self._origin, self._origin_ns = mark, at_ns
         return at_ns
 
-    def ahead_ns(self) -> int:
-        """How far times read now are ahead of the host's clock, as devices' clocks drift; waits for the device."""
+    def drift(self) -> tuple[int, float]:
+        """When this clock was made, and by how much it has run ahead of the host's since, as a share of the time.
+
+        Devices have clocks of their own. Waits for the device.
+        """
         if self.is_of_host:
-            return 0
+            return self._began_ns, 0.0
         now = self.mark()
         self.has_passed(now, wait=True)
-        return self.read(now) - time.monotonic_ns()
+        now_ns = time.monotonic_ns()
+        return self._began_ns, (self.read(now) - now_ns) / (now_ns - self._began_ns)
 
 
 def run_on_own_stream(device: torch.device, function: Callable[[], None]) -> None:
@@ -269,5 +273,5 @@ def work_blocks_host(process_group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def _nccl_blocks_host() -> bool:
-    names = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # see ProcessGroupNCCL.hpp of torch 2.13
-    return any(os.environ.get(name, "0").lower() in ("1", "y", "yes", "t", "true") for name in names)
+    value = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", os.environ.get("NCCL_BLOCKING_WAIT", "0"))
+    return value.lower() in ("1", "y", "yes", "t", "true")  # as in torch/csrc/distributed/c10d/Utils.hpp, torch 2.13

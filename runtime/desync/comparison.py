@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 from ddp_compile.errors import format_ranks, this_rank
-from ddp_compile.runtime.desync.gathering import Gathering
+from ddp_compile.runtime.desync.gathering import Gathering, summary_keys
 from ddp_compile.runtime.desync.group_store import ANSWER_LIMIT_S, StoreLostError
 from ddp_compile.runtime.desync.model_order import ModelOrder
 
@@ -34,7 +33,7 @@ class Comparison:
         self._kind, self._rank, self._ranks = kind, rank, ranks
         self._is_first = rank == ranks[0]  # it deletes what the ranks share
         self._added: tuple[ModelOrder, int, str, str] | None = None  # order, number, counter and text
-        # Keys that this rank deletes: those of the latest agreement point, and older ones.
+        # Keys that this rank deletes: those of the latest agreement point, and older ones. Some may not exist.
         self._keys: list[str] = []
         self._old_keys: list[str] = []
 
@@ -48,7 +47,7 @@ class Comparison:
             return
         counter = f"{order.prefix}{self._kind}/agreement/{number}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         self._old_keys += self._keys
-        self._keys = [counter] if self._is_first else []
+        self._keys = [counter, *summary_keys(f"{order.prefix}{self._kind}/{number}")] if self._is_first else []
         try:
             order.store.add(counter, 1)
             self._added = order, number, counter, text
@@ -104,7 +103,7 @@ class Comparison:
         keys = {rank: f"{prefix}/{rank}" for rank in self._ranks}
         # Once: a rank that comes late must do what the others do, which may be to repair parameters, or to go on.
         gathering = Gathering(order.store, prefix, list(keys.values()), once=True)
-        self._keys += [keys[self._rank], *(gathering.summary_keys if self._is_first else ())]
+        self._keys += [keys[self._rank], *(summary_keys(prefix) if self._is_first else ())]
         order.store.post(keys[self._rank], text)
 
         def summarize(found: dict[str, str]) -> str:
@@ -128,8 +127,10 @@ class Comparison:
         # A rank that has come to this agreement point reads nothing of earlier ones any more.
         old_keys, self._old_keys = self._old_keys, []
         if old_keys:
-            with suppress(StoreLostError):  # what was found still counts
+            try:
                 order.store.delete(old_keys)
+            except StoreLostError as error:  # what was found still counts
+                self._give_up(order, f"the store of the process group is gone ({error})")
 
     def _count_silence(self, order: ModelOrder, ranks: str, iteration_number: int) -> None:
         order.num_unanswered += 1

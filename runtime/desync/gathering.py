@@ -34,8 +34,7 @@ class Gathering:
 
     def __init__(self, store: GroupStore, name: str, keys: Sequence[str], once: bool = False) -> None:
         self._store, self._once = store, once
-        self._tickets, self._told, self._readers = f"{name}/tickets", f"{name}/told", f"{name}/readers"
-        self.summary_keys = self._tickets, self._told, self._readers
+        self._tickets, self._told, self._readers = summary_keys(name)
         self._keys = keys
 
     def summary(
@@ -106,6 +105,11 @@ class Gathering:
             text = f"{text[:_MOST_CHARACTERS]} ..."
         self._store.post(self._told, f"{covered} {text}")
         return text
+
+
+def summary_keys(name: str) -> list[str]:
+    """The keys of the summaries of this name."""
+    return [f"{name}/tickets", f"{name}/told", f"{name}/readers"]
 
 
 def pauses(wait_s: float, longest_s: float = 0.2) -> Iterator[None]:

@@ -86,8 +86,9 @@ class GroupStore:
         return self.add(counter, 0) == value
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete keys, of which some may not exist. Raises StoreLostError."""
-        self.ask(lambda: [self._store.delete_key(self._prefix + key) for key in keys])
+        """Delete keys, of which some may not exist, unless that takes memory too. Raises StoreLostError."""
+        if not self.only_grows:
+            self.ask(lambda: [self._store.delete_key(self._prefix + key) for key in keys])
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
         """The values of the keys that exist. Raises StoreLostError."""

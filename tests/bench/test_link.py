@@ -104,20 +104,18 @@ def test_a_rate_is_read_and_written(text: str, bits_per_second: int | None, cano
     assert str(rate) == canonical
 
 
-@pytest.mark.parametrize(
-    "text", ["", "1", "gbit", "1 gbit", "-1gbit", "1e3mbit", "0.5mbit", "10001gbit", "nan", "٣gbit"]
-)
+@pytest.mark.parametrize("text", ["", "1", "gbit", "1 gbit", "-1gbit", "1e3mbit", "0.5mbit", "401gbit", "nan", "٣gbit"])
 def test_a_bad_rate_is_named_with_what_is_accepted(text: str) -> None:
     with pytest.raises(ValueError) as caught:
         Rate.parse(text)
-    for part in (f"rate={text!r}", "1mbit", "10000gbit", "none"):
+    for part in (f"rate={text!r}", "1mbit", "400gbit", "none"):
         assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("use", "error", "said"),
     [
-        (lambda: Rate(5), ValueError, "bits_per_second=5 must be .*1mbit.*10000gbit"),
+        (lambda: Rate(5), ValueError, "bits_per_second=5 must be .*1mbit.*400gbit"),
         (lambda: NamespacedLink(0), ValueError, "world_size=0 must be between 1 and 254"),
         (lambda: NamespacedLink(255), ValueError, "world_size=255 must be between 1 and 254"),
         (lambda: NamespacedLink(2).address(2), ValueError, "rank=2 must be between 0 and 1"),

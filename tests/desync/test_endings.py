@@ -191,14 +191,18 @@ def in_group_with_tcp_store() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-@pytest.mark.parametrize("algorithm", [GradientAllReduce(), Decentralized()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize(
+    ("algorithm", "late"),
+    [(GradientAllReduce(), 1), (Decentralized(), 0), (Decentralized(), 1)],
+    ids=lambda value: value if isinstance(value, int) else type(value).__name__,
+)
 @on_ranks(2, eagerly=True)
-def test_keys_of_agreement_points_are_deleted(algorithm: Any) -> None:
+def test_keys_of_agreement_points_are_deleted(algorithm: Any, late: int) -> None:
     """Decentralized compares before it meets the others: the faster rank posts its fingerprint and asks again."""
     in_group_with_tcp_store()
     model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager", algorithm=algorithm)
     for _ in range(20):
-        time.sleep(0.03 * dist.get_rank())
+        time.sleep(0.03 * (dist.get_rank() == late))
         loss_of(model(torch.randn(4, 8))).backward()
     store = model._ddp_compile_state.monitor._store._store._underlying_non_prefix_store
     dist.barrier()
