@@ -26,7 +26,7 @@ BATCHED_GRAD_COPY = "batched_grad_copy" in signature(DistributedDataParallel).pa
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_that_have_run_nothing(rank_pools: dict[int, RankPool]) -> None:
-    """Once, after other tests on the same processes, rank 0 compiled another graph than rank 1 and kept gradients."""
+    """Once, after other tests on the same processes, rank 0 ran uncompiled here; which test caused it is not known."""
     for pool in rank_pools.values():
         pool.close()
 
