@@ -112,13 +112,9 @@ class DelayedParameters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicateConfig:
-    """The settings of one replicated module; see `ddp_compile.ddp_compile` for those that are not explained here.
+    """The settings of one replicated module; see `ddp_compile.ddp_compile` for those that are not explained here."""
 
-    Args:
-        caps_bytes: Bucket capacities in bytes in launch order. The last one holds for all further buckets.
-        delayed: Parameters that are averaged outside the reducer.
-    """
-
+    #: Bucket capacities in bytes in launch order. The last one holds for all further buckets.
     caps_bytes: tuple[int, ...]
     split: SplitMode = "auto"
     broadcast_buffers: bool = True
@@ -129,6 +125,7 @@ class ReplicateConfig:
     skip_all_reduce_unused_params: bool = False
     static_graph: bool = False
     parameters_to_ignore: frozenset[str] = frozenset()
+    #: Parameters that are averaged outside the reducer.
     delayed: DelayedParameters = field(default_factory=DelayedParameters)
     device_mesh: DeviceMesh | None = None
     compile_evaluation: EvaluationMode = "auto"

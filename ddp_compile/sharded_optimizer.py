@@ -174,9 +174,8 @@ def shard_optimizer(
 def _objection_to_moving(model: nn.Module | None) -> str:
     """Name the trained parameters whose memory is shared, which a move into flat buffers would undo.
 
-    Returns:
-        Empty if none is, or if the model is gone. Plain attributes of modules are not checked:
-        ``torch.nn.utils.spectral_norm`` has one on the memory of a parameter, and renews it in each forward.
+    The text is empty if none is, or if the model is gone. Plain attributes of modules are not checked:
+    ``torch.nn.utils.spectral_norm`` has one on the memory of a parameter, and renews it in each forward.
     """
     if model is None:
         return ""

@@ -38,12 +38,7 @@ class FlattenExecutor(Protocol):
         """
 
     def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor) -> None:
-        """Move the tensors that were read last.
-
-        Args:
-            to_flat: Whether to write the flat buffer, or the tensors.
-            scale: As for `FlattenPlan.flatten`.
-        """
+        """Move the tensors that were read last, to or from the flat buffer; ``scale`` as for `FlattenPlan.flatten`."""
 
 
 class ReferenceExecutor:

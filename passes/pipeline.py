@@ -73,8 +73,7 @@ def run_pipeline(
 ) -> PassResult:
     """Run passes in order. Lint and recompile after each pass that changed something.
 
-    Returns:
-        The last graph, the sum of all ``num_changed``, and everything that was declined.
+    Returns the last graph, the sum of all ``num_changed``, and everything that was declined.
     """
     observe("graph before", gm)
     declined: list[Declined] = []

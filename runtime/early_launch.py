@@ -68,8 +68,7 @@ log = logging.getLogger(__name__)
 class EarlyLaunch:
     """Launches buckets that a compiled backward has computed, and repeats launches that were too early.
 
-    Args:
-        is_enabled: Whether compiled backwards may hand buckets over; the same on every rank.
+    ``is_enabled``, the same on every rank, tells whether compiled backwards may hand buckets over.
     """
 
     def __init__(
@@ -108,8 +107,7 @@ class EarlyLaunch:
     def is_safe(self, param_indices: tuple[int, ...], moves: bool) -> bool:
         """Whether a bucket may be launched whose gradients a compiled backward has computed.
 
-        Args:
-            moves: Whether the backward can return other tensors than it has computed.
+        ``moves`` tells whether the backward can return other tensors than it has computed.
         """
         num_hooks = torch_internals.num_hooks_of_others()
         if num_hooks != self._num_hooks_of_others:
@@ -134,8 +132,7 @@ class EarlyLaunch:
     def launch(self, bucket: Bucket, gradients: Sequence[Tensor], moves: bool) -> None:
         """Launch a bucket with the gradients that a backward returns for it, and watch what becomes of them.
 
-        Args:
-            moves: Whether the backward can return other tensors than it has computed, on other ranks too.
+        ``moves`` tells whether the backward can return other tensors than it has computed, on other ranks too.
         """
         is_observed = any(map(_is_observed, bucket.parameters))
         compares_values = is_observed or not bucket.was_launched_early or self._set.iteration.has_new_hooks
@@ -201,9 +198,8 @@ class EarlyLaunch:
     def flags(self) -> bytearray:
         """After the last launch, this rank's flags. `update` takes those of all ranks.
 
-        Returns:
-            A flag for each parameter that got another contribution after its bucket had been launched; one for each
-            bucket that cannot be launched again; at agreement points, one for each that may be launched early.
+        There is one for each parameter that got another contribution after its bucket had been launched; one for each
+        bucket that cannot be launched again; at agreement points, one for each that may be launched early.
         """
         is_shadow = self._set.iteration.is_shadow  # a shadow has nothing to say
         self._compare()
@@ -220,12 +216,8 @@ class EarlyLaunch:
     def update(self, flags: Sequence[int]) -> None:
         """Repeat launches that were too early. At agreement points, agree on the buckets that may be launched early.
 
-        Args:
-            flags: Those of `flags` over all ranks: 1 if any rank has set it.
-
-        Raises:
-            GradientArrivalError: On every rank, if a bucket cannot be launched again.
-            ReductionError: A reduction failed.
+        ``flags`` are those of `flags` over all ranks: 1 if any rank has set it. Raises a GradientArrivalError on every
+        rank if a bucket cannot be launched again, and a ReductionError if a reduction failed.
         """
         buckets, num_parameters = self._set.buckets, len(self._set.parameters)
         late = [index for index in range(num_parameters) if flags[index]]

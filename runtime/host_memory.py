@@ -33,11 +33,8 @@ _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRES
 def keep_freed_memory() -> bool:
     """Let this process keep freed memory for its next step; see Note [Gradients that are freed at once].
 
-    It does nothing if the environment configures glibc's allocator or there is another allocator. It affects the whole
-    process and its forks, and cannot be undone.
-
-    Returns:
-        Whether it was done.
+    It does nothing and returns False if the environment configures glibc's allocator or there is another allocator. It
+    affects the whole process and its forks, and cannot be undone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None or _has_settings_of_its_own(os.environ):

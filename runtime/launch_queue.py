@@ -28,10 +28,7 @@ class LaunchQueue:
     """Launches the buckets of one module, and waits for them.
 
     Every rank launches the same buckets in the same order, in whatever order they become ready, since collectives of
-    different ranks pair up by order alone.
-
-    Args:
-        algorithm: Reduces a bucket; may be replaced between two iterations.
+    different ranks pair up by order alone. The algorithm may be replaced between two iterations.
     """
 
     def __init__(
@@ -191,9 +188,8 @@ class LaunchQueue:
     def launch_again(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         """Reduce a bucket a second time in this iteration. Every rank does so, in the same order.
 
-        Args:
-            bucket: A bucket that has been waited for, with a replayable algorithm.
-            gradients: Sent instead of those of the first launch. A shadow sends zeros.
+        The bucket has been waited for, and the algorithm is replayable. ``gradients`` are sent instead of those of the
+        first launch. A shadow sends zeros.
         """
         if self._set.iteration.is_shadow:
             bucket.flatten_zeros()
@@ -260,12 +256,8 @@ class LaunchQueue:
     def finish(self, untouched: Set[int]) -> None:
         """Wait for the launched buckets, and make every ``.grad`` the reduced gradient.
 
-        Args:
-            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` does not change.
-
-        Raises:
-            ReductionError: A reduction failed or timed out.
-            RanksDifferError: The ranks have found that they are out of step.
+        Parameters whose numbers are in ``untouched`` got no gradient on any rank, and their ``.grad`` does not change.
+        Raises a ReductionError if a reduction failed or timed out, and a RanksDifferError if the ranks are out of step.
         """
         if self._set.iteration.is_shadow:
             self.wait()

@@ -44,9 +44,7 @@ _COUNT, _LOSS, _NUM_CALLS, _NUM_LOSSES, _NUM_WRONG = range(5)
 class Normalizer:
     """The counts of one model's step, and the factor of its gradients.
 
-    Args:
-        device: Of the model's parameters.
-        monitor: Of the model, which agrees with the other ranks on the first call.
+    ``monitor`` agrees with the other ranks on the first call. ``device`` is that of the model's parameters.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, monitor: DesyncMonitor) -> None:
@@ -179,11 +177,7 @@ class Normalizer:
         return self._is_counted and not self._has_gradients
 
     def agree(self, is_any_counting: bool, is_any_not_counting: bool) -> None:
-        """At the first backward: take what the ranks have said.
-
-        Raises:
-            RanksDifferError: Some ranks have called ``normalize_by`` before it, and others have not.
-        """
+        """At the first backward, take what the ranks have said; raises a RanksDifferError if only some are counting."""
         if is_any_counting and is_any_not_counting:
             raise self._ranks_differ()
         self._is_agreed = is_any_counting
@@ -208,11 +202,8 @@ class Normalizer:
     def gradients_arrive(self, holds_values: Callable[[], bool]) -> None:
         """A backward brings gradients. Called for each gradient of a backward inside ``no_sync``.
 
-        Args:
-            holds_values: Whether ``.grad`` of a parameter that has not arrived holds anything but zeros.
-
-        Raises:
-            ReplicationError: They hold gradients from before the step, which no count belongs to.
+        ``holds_values`` tells whether ``.grad`` of a parameter that has not arrived holds more than zeros. That is from
+        before the step, so no count belongs to it, and raises a ReplicationError.
         """
         if self._has_gradients:
             return
@@ -234,16 +225,13 @@ class Normalizer:
     def factor(self, divisor: float, num_averaged: int, records: NoRecords) -> float | Tensor:
         """The factor of the gradients on their way into a flat buffer.
 
+        It is a number, or on a device with streams a float64 tensor of shape (), complete on the current stream. Raises
+        a RanksDifferError on every rank if one of them has not counted as it should, and a ReductionError if the
+        message failed or timed out.
+
         Args:
             divisor: What gradients are divided by if nothing is counted.
             num_averaged: By how many ranks the algorithm will divide afterward; 1 if it adds up.
-
-        Returns:
-            A number, or on a device with streams a float64 tensor of shape (), complete on the current stream.
-
-        Raises:
-            RanksDifferError: On every rank, if one of them has not counted as it should.
-            ReductionError: The message failed or timed out.
         """
         if not self._is_agreed:
             return num_averaged / divisor
@@ -264,14 +252,7 @@ class Normalizer:
                     gradient.mul_(factor)
 
     def factor_of_delayed(self, what: str) -> float | Tensor:
-        """The factor of gradients that are added up at the end of a backward, outside of buckets.
-
-        Args:
-            what: Their name in the error.
-
-        Raises:
-            ReplicationError: The step's count is not known yet.
-        """
+        """The factor of ``what``, gradients outside of buckets; raises a ReplicationError if the count is not known."""
         if self._message is None and self.is_counting:
             raise ReplicationError(
                 f"{this_rank()}: {what} would be divided before the step's count is known, since the backward is inside"

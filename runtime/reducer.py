@@ -61,12 +61,9 @@ class Reducer(Step):
     def agree_on_algorithm(self, algorithm: CommAlgorithm, always: bool = False) -> None:
         """Before `set_algorithm`, check that all ranks are about to call it. This changes nothing.
 
-        Args:
-            always: Compare before the first backward too, which otherwise compares by itself.
-
-        Raises:
-            RuntimeError: A backward has not been completed.
-            RanksDifferError: After the first backward, another rank does something else.
+        If ``always``, it also compares before the first backward, which otherwise compares by itself. Raises a
+        RuntimeError if a backward has not been completed, and after the first backward a RanksDifferError if another
+        rank does something else.
         """
         if not self.is_between_steps:
             raise error_messages.algorithm_in_backward(algorithm.name)
@@ -126,11 +123,7 @@ class Reducer(Step):
 
     @contextmanager
     def leaving_no_trace(self, call: str) -> Iterator[None]:
-        """Afterward, forwards inside ``no_sync`` count as if they had not been called.
-
-        Raises:
-            ReplicationError: An iteration is under way, or a forward waits for its backward.
-        """
+        """Afterward, forwards inside ``no_sync`` count as if not called. Raises a ReplicationError during a step."""
         before = self._lifecycle.phase
         if not self.is_between_steps or before.after_forward:
             raise ReplicationError(

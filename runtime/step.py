@@ -111,14 +111,10 @@ class Step:
     # A forward begins.
 
     def prepare_for_backward(self, synchronize: bool) -> None:
-        """Before a forward, set whether a backward that follows it is reduced.
+        """Before a forward, set whether a backward that follows it is reduced; if not, gradients accumulate locally.
 
-        Args:
-            synchronize: False inside ``no_sync``: gradients accumulate locally.
-
-        Raises:
-            MissingGradientError: The previous backward left parameters without a gradient.
-            ReductionError: The previous backward raised after its reduction had started.
+        Raises a MissingGradientError if the previous backward left parameters without a gradient, and a ReductionError
+        if it raised after its reduction had started.
         """
         if self._lifecycle.phase.state is State.LAUNCHED:
             raise error_messages.not_finalized("a forward")
@@ -183,11 +179,7 @@ class Step:
     # A gradient arrives.
 
     def mark_parameter_ready(self, index: int) -> None:
-        """A parameter's gradient has been accumulated into ``.grad``.
-
-        Raises:
-            GradientArrivalError: It arrived before in the same iteration, was taken for unused, or was removed.
-        """
+        """A gradient is in ``.grad``; raises a GradientArrivalError if it came before, too late, or was removed."""
         self.hooks_have_run()
         for again in self._hooks.flush(index):
             self._arrive(again)
@@ -242,8 +234,7 @@ class Step:
     def _start_iteration(self, arriving: tuple[int, ...] = (), is_computed: bool = False) -> None:
         """Enter an iteration, or enter it again, with a first gradient or with zeros in its place.
 
-        Args:
-            is_computed: Whether AccumulateGrad has not seen the arriving gradients.
+        ``is_computed`` tells whether AccumulateGrad has not seen the arriving gradients.
         """
         streams.refuse_capture(self.parameters[0].device, "a backward of a replicated module")
         self._queue.algorithm.sharding.backward_begins()
@@ -338,11 +329,8 @@ class Step:
     def mark_bucket_ready(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Launch a bucket if that is safe. Otherwise its parameters' hooks will.
 
-        AccumulateGrad has not seen the gradients yet, and others may follow: Note [Launched before AccumulateGrad].
-
-        Args:
-            param_indices: The bucket's parameters in its order.
-            gradients: Their gradients, which the backward will return. They are only read.
+        ``gradients``, which the backward will return, are those of the parameters in the bucket's order. They are only
+        read. AccumulateGrad has not seen them yet, and others may follow: Note [Launched before AccumulateGrad].
         """
         if self._may_launch_early(tuple(param_indices), moves=False):
             bucket = self._set.of_param_indices[tuple(param_indices)]
@@ -351,13 +339,8 @@ class Step:
     def move_bucket(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """`mark_bucket_ready` for a backward that can return other tensors than it has computed.
 
-        Args:
-            param_indices: The bucket's parameters in its order.
-            gradients: Their gradients, not used after this.
-
-        Returns:
-            What the backward returns: views into the flat buffer, or copies if the bucket is not launched now or has
-            not been launched early before.
+        The gradients are not used after this. Returns what the backward returns: views into the flat buffer, or copies
+        if the bucket is not launched now or has not been launched early before.
         """
         is_launched = self._may_launch_early(tuple(param_indices), moves=True)
         if is_launched:
@@ -422,12 +405,7 @@ class Step:
             self._finish_iteration()
 
     def finalize_manually(self) -> None:
-        """Wait for the reductions of the backward that has ended, and hand over the gradients.
-
-        Raises:
-            RuntimeError: No reduction waits for this call.
-            ReductionError, GradientArrivalError: As `finalize_backward`.
-        """
+        """Finish the reductions of the backward that has ended. Raises like `finalize_backward`, or if none wait."""
         state = self._lifecycle.phase.state
         if state is not State.LAUNCHED:
             raise nothing_to_finalize(self.finalizes_manually, state)
@@ -437,9 +415,7 @@ class Step:
     def shadow_backward(self) -> None:
         """Inside ``Join``, join the other ranks' backward with zeros, after `prepare_for_backward`.
 
-        Raises:
-            ReductionError: A reduction failed or timed out.
-            ReplicationError: With a static graph, this rank does not know which gradients come.
+        Raises like `finalize_backward`, or a ReplicationError if this rank has not learned which gradients come.
         """
         self._policy.refuse_shadow()
         self._set.iteration.is_shadow = True

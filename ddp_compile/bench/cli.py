@@ -190,8 +190,7 @@ def _link_and_world(
 def _simulated_rates(arguments: argparse.Namespace) -> list[Rate]:
     """The rates to simulate, in one process; empty if the ranks really communicate.
 
-    Raises:
-        ValueError: The links and ranks of this device cannot be measured together.
+    Raises a ValueError if the links and ranks of this device cannot be measured together.
     """
     ranks, links = arguments.ranks or 1, arguments.link
     if arguments.device == "cuda":

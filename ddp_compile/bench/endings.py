@@ -31,9 +31,7 @@ class Ending(NamedTuple):
 def ending_of(error: BaseException, directory: Path) -> Ending | None:
     """The message for an exception that ended a run; None for an OSError that shows a bug.
 
-    Args:
-        error: The exception, with notes if something could not be cleaned up.
-        directory: Folder for the results.
+    The exception has notes if something could not be cleaned up. ``directory`` is the folder for the results.
     """
     if isinstance(error, KeyboardInterrupt):
         gone = ["all processes, namespaces and temporary files of the run are gone"]
@@ -58,8 +56,7 @@ def _complaints(error: BaseException | None) -> list[str]:
 def check_folders(directory: Path) -> None:
     """Check, before measuring and without creating anything, that results can be written.
 
-    Raises:
-        ValueError: The folder for the results cannot be made or written to, or there is none for temporary files.
+    Raises a ValueError if the folder for the results cannot be made or written to, or temporary files have none.
     """
     existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
     if not existing.is_dir():

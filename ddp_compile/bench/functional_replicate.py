@@ -29,12 +29,7 @@ class _AverageGradient(torch.autograd.Function):
 
 
 class FunctionalReplicate(nn.Module):
-    """``module`` with parameters whose gradients are averaged inside the graph.
-
-    Args:
-        module: The model; its parameters and buffers are broadcast from rank 0.
-        process_group: The ranks to average over.
-    """
+    """``module``, broadcast from rank 0, with parameters whose gradients are averaged inside the graph."""
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup) -> None:
         super().__init__()

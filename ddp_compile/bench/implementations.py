@@ -173,8 +173,7 @@ WITHOUT_BUCKETS = {LOCAL}
 def implementation_named(name: str) -> Callable[[nn.Module, Case], Implementation]:
     """The entry of this name, or a user's ``module:function`` of the same signature.
 
-    Raises:
-        ValueError: It is not known.
+    Raises a ValueError if it is not known.
     """
     known = {**IMPLEMENTATIONS, **ALGORITHMS}
     return known[name] if name in known else load_function("implementation", name, known)

@@ -27,11 +27,7 @@ class ShapedLink:
 
 
 class FixedLink:
-    """An existing link, whose rate cannot be changed.
-
-    Args:
-        name: "loopback", or "none" for ranks on devices.
-    """
+    """An existing link, whose rate cannot be changed: "loopback", or "none" for ranks on devices."""
 
     def __init__(self, name: str) -> None:
         self.name = name

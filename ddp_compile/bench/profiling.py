@@ -31,12 +31,7 @@ _ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
 
 def profile_step(training: Training, trace: Path) -> Profiled:
-    """Run one more step under the profiler.
-
-    Args:
-        training: What takes the step.
-        trace: File for the profiler's trace, which Perfetto shows; ends with ``.json.gz``.
-    """
+    """Run one more step under the profiler; ``trace`` is a ``.json.gz`` file, which Perfetto shows."""
     activities = [ProfilerActivity.CPU]
     if training.clock.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

@@ -130,10 +130,7 @@ def bucket_bytes(model: torch.nn.Module, cap_mb: float) -> list[int]:
 def serve(context: RankContext, connection: Connection, connection_of_host: Connection) -> None:
     """Join the process group of the case, then answer calls until the run hangs up.
 
-    Args:
-        context: Which case on which rank.
-        connection: Calls come from here, answers go there.
-        connection_of_host: Inherited by the fork. If it stayed open, it would hide the host's death.
+    The fork inherits ``connection_of_host``. If it stayed open, it would hide the host's death.
     """
     connection_of_host.close()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = context.cache_dir

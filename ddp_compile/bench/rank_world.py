@@ -35,9 +35,7 @@ DELETION_GRACE_S = 3.0
 class CaseFailedError(Exception):
     """A case raised on some rank. The run continues without it.
 
-    Args:
-        summary: One line.
-        traceback: The rank's whole traceback.
+    ``summary`` is one line, ``traceback`` the rank's whole traceback.
     """
 
     def __init__(self, summary: str, traceback: str) -> None:
@@ -52,23 +50,16 @@ class RankDiedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class WorldSettings:
-    """The ranks and their link.
-
-    Args:
-        world_size: Number of ranks.
-        workload: The model and its settings.
-        link: Namespaces of the ranks; loopback, or whatever the process group chooses, when None.
-        simulated_bits_per_second: Rate of a simulated link, with one real rank; None for a real process group.
-        simulated_world_size: Ranks that the simulated link pretends to have.
-        simulated_latency_s: Of each collective of a simulated link.
-    """
+    """The ranks and their link."""
 
     world_size: int
     workload: WorkloadSettings
+    #: Namespaces of the ranks; loopback, or whatever the process group chooses, when None.
     link: NamespacedLink | None = None
+    #: Rate of a simulated link, with one real rank; None for a real process group.
     simulated_bits_per_second: float | None = None
-    simulated_world_size: int = 8
-    simulated_latency_s: float = 50e-6
+    simulated_world_size: int = 8  #: ranks that the simulated link pretends to have
+    simulated_latency_s: float = 50e-6  #: of each collective of a simulated link
 
     @property
     def num_communicating_ranks(self) -> int:
@@ -107,13 +98,8 @@ class RankWorld:
     def start_case(self, case: Case, *, reuse_caches_of: RunningCase | None = None) -> RunningCase:
         """Fork the case's process on every rank, and connect them.
 
-        Args:
-            case: What to run.
-            reuse_caches_of: A case whose compile caches are used; empty ones when None.
-
-        Raises:
-            CaseFailedError: The ranks could not form a process group.
-            RankDiedError: A process ended.
+        Compile caches are those of ``reuse_caches_of``; empty ones when None. Raises a CaseFailedError if the ranks
+        could not form a process group, and a RankDiedError if a process ended.
         """
         number = next(self._numbers)
         caches = reuse_caches_of.cache_dir if reuse_caches_of is not None else self.directory / f"caches_{number}"
@@ -260,14 +246,7 @@ class _CaseProcess(NamedTuple):
 
 
 class RunningCase:
-    """One case's processes, one for each rank.
-
-    Args:
-        case: The case.
-        processes: The processes, by rank.
-        world: The ranks' hosts.
-        cache_dir: Their compile caches, a folder for each rank.
-    """
+    """One case's processes, one for each rank; ``cache_dir`` has a folder of compile caches for each."""
 
     def __init__(self, case: Case, processes: Sequence[_CaseProcess], world: RankWorld, cache_dir: Path) -> None:
         self.case = case
@@ -278,9 +257,7 @@ class RunningCase:
     def ask(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of `RankCase` on every rank; the answers by rank.
 
-        Raises:
-            CaseFailedError: A rank raised. The case's processes have been ended.
-            RankDiedError: A rank's process ended.
+        Raises a CaseFailedError if a rank raised, when the case's processes are ended; a RankDiedError if one has died.
         """
         for rank, process in enumerate(self._processes):
             try:

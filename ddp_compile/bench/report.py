@@ -76,16 +76,10 @@ def write_files(
     run: Mapping[str, Any],
     provenance: Mapping[str, str],
 ) -> None:
-    """Write all figures of a run, with their provenance.
+    """Write all figures of a run, with their provenance, to a folder, which is made if it is not there.
 
-    The files: provenance.json, summary.csv, steps.csv and, if anything failed, failures.txt.
-
-    Args:
-        directory: Made if it is not there.
-        rows: The summary.
-        result: All figures.
-        run: Values of `RUN_COLUMNS`.
-        provenance: Values of `PROVENANCE_COLUMNS`, and more that holds for all files.
+    The files: provenance.json, summary.csv, steps.csv and, if anything failed, failures.txt. ``run`` has the values of
+    `RUN_COLUMNS`. ``provenance`` has those of `PROVENANCE_COLUMNS`, and more that holds for all files.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "provenance.json").write_text(json.dumps({**run, **provenance}, indent=1) + "\n")

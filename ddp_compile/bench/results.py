@@ -14,31 +14,20 @@ from ddp_compile.bench.settings import Case, Prepared, Profiled, StepRecord
 
 @dataclass
 class CaseResult:
-    """Everything measured of one case.
-
-    Args:
-        case: The case.
-        cold: First steps with empty compile caches, of the slowest rank; None if they failed.
-        warm: First steps of new processes with the caches of ``cold``.
-        peak_bytes: The most bytes that were live at the same time, on the rank with the most.
-        rounds: For each link, for each round, the steps of the case's turn.
-        sent_bytes: For each link, bytes that rank 0's interface sent for one step.
-        profiles: For each link, a profiled step of rank 0.
-        loss: Mean over the ranks, or over their tokens, of the last step's loss.
-        error: One line; None if nothing has failed.
-        traceback: Of the rank that failed first.
-    """
+    """Everything measured of one case."""
 
     case: Case
-    cold: Prepared | None = None
-    warm: Prepared | None = None
-    peak_bytes: int | None = None
+    cold: Prepared | None = None  #: first steps with empty compile caches, of the slowest rank; None if they failed
+    warm: Prepared | None = None  #: first steps of new processes with the caches of ``cold``
+    peak_bytes: int | None = None  #: the most bytes that were live at the same time, on the rank with the most
+    #: For each link, for each round, the steps of the case's turn.
     rounds: dict[str, list[list[StepRecord]]] = field(default_factory=dict)
+    #: For each link, bytes that rank 0's interface sent for one step.
     sent_bytes: dict[str, float] = field(default_factory=dict)
-    profiles: dict[str, Profiled] = field(default_factory=dict)
-    loss: float | None = None
-    error: str | None = None
-    traceback: str = ""
+    profiles: dict[str, Profiled] = field(default_factory=dict)  #: for each link, a profiled step of rank 0
+    loss: float | None = None  #: mean over the ranks, or over their tokens, of the last step's loss
+    error: str | None = None  #: one line; None if nothing has failed
+    traceback: str = ""  #: of the rank that failed first
 
     def steps(self, link: str) -> list[StepRecord]:
         return [step for turn in self.rounds.get(link, []) for step in turn]

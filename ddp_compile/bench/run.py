@@ -36,32 +36,21 @@ class Link(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """How much is measured.
+    """How much is measured."""
 
-    Args:
-        cases: What to measure; ``local`` and ``communication`` among them.
-        rounds: Turns of each case on each link.
-        steps: Timed steps of a turn.
-        traces: Folder for profilers' traces. If None, only steps are timed: no warm starts, memory or profiles.
-    """
-
-    cases: tuple[Case, ...]
-    rounds: int
-    steps: int
+    cases: tuple[Case, ...]  #: what to measure; ``local`` and ``communication`` among them
+    rounds: int  #: turns of each case on each link
+    steps: int  #: timed steps of a turn
+    #: Folder for profilers' traces. If None, only steps are timed: no warm starts, memory or profiles.
     traces: Path | None = None
 
 
 @dataclass
 class RunResult:
-    """All figures of a run.
+    """All figures of a run."""
 
-    Args:
-        cases: By case, in the order of the settings.
-        achieved_gbit: Rate of large all-reduces, by link.
-    """
-
-    cases: list[CaseResult]
-    achieved_gbit: dict[str, float] = field(default_factory=dict)
+    cases: list[CaseResult]  #: by case, in the order of the settings
+    achieved_gbit: dict[str, float] = field(default_factory=dict)  #: rate of large all-reduces, by link
 
 
 class BenchmarkRun:
@@ -99,11 +88,7 @@ class BenchmarkRun:
         return cases + len(self.link.names()) * (self.settings.rounds * cases + profiles) + profiles * cases
 
     def measure(self) -> RunResult:
-        """Measure everything.
-
-        Raises:
-            RankDiedError: A rank's process ended; the run is over.
-        """
+        """Measure everything; raises a RankDiedError, which ends the run, if a rank's process ended."""
         # In reverse, so that errors of a user's own implementation show before the bounds compile.
         for result in reversed(self.result.cases):
             self.progress(f"compiling {result.case}")

@@ -9,44 +9,28 @@ OPTIMIZERS = ("sgd", "adamw", "muon")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadSettings:
-    """Which model is trained, and on which device.
+    """Which model is trained, and on which device."""
 
-    Args:
-        model: A name of `ddp_compile.bench.workloads.WORKLOADS`, or a user's ``module:function``.
-        depth: Number of layers; the model's own default when None.
-        width: Features of a layer; the model's own default when None.
-        batch_size: Samples of one micro-batch on one rank; the model's own default when None.
-        optimizer: A name of `OPTIMIZERS`.
-        device: "cpu" or "cuda".
-        clip: Largest norm of all gradients, to which they are clipped before the optimizer; not clipped when None.
-        tokens: Sequences have uneven lengths, and gradients are the mean over the tokens of all ranks.
-    """
-
-    model: str
-    depth: int | None = None
-    width: int | None = None
-    batch_size: int | None = None
-    optimizer: str = "sgd"
-    device: str = "cpu"
+    model: str  #: a name of `ddp_compile.bench.workloads.WORKLOADS`, or a user's ``module:function``
+    depth: int | None = None  #: number of layers; the model's own default when None
+    width: int | None = None  #: features of a layer; the model's own default when None
+    batch_size: int | None = None  #: samples of one micro-batch on one rank; the model's own default when None
+    optimizer: str = "sgd"  #: a name of `OPTIMIZERS`
+    device: str = "cpu"  #: "cpu" or "cuda"
+    #: Largest norm of all gradients, to which they are clipped before the optimizer; not clipped when None.
     clip: float | None = None
-    tokens: bool = False
+    tokens: bool = False  #: sequences have uneven lengths, and gradients are the mean over the tokens of all ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One row of the table: an implementation with its settings.
+    """One row of the table: an implementation with its settings."""
 
-    Args:
-        implementation: A name of `ddp_compile.bench.implementations.IMPLEMENTATIONS`, or a user's ``module:function``.
-        bucket_cap_mb: Bucket capacity in MiB.
-        mode: Mode of ``torch.compile``.
-        no_sync_every: Micro-batches of one step; all but the last one run inside ``no_sync``.
-    """
-
+    #: A name of `ddp_compile.bench.implementations.IMPLEMENTATIONS`, or a user's ``module:function``.
     implementation: str
-    bucket_cap_mb: float = 25.0
-    mode: str = "default"
-    no_sync_every: int = 1
+    bucket_cap_mb: float = 25.0  #: bucket capacity in MiB
+    mode: str = "default"  #: mode of ``torch.compile``
+    no_sync_every: int = 1  #: micro-batches of one step; all but the last one run inside ``no_sync``
 
     def __str__(self) -> str:
         return f"{self.implementation} (mode {self.mode}, cap {self.bucket_cap_mb:g} MiB)"
@@ -54,78 +38,47 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """The settings of one rank's process of one case.
-
-    Args:
-        case: The case.
-        workload: The model and its settings.
-        rank: This rank.
-        world_size: Number of ranks.
-        store_path: File over which the ranks of this case connect.
-        interface: Network interface for gloo; None lets gloo choose.
-        cache_dir: Compile caches of this rank and case.
-        simulated_bits_per_second: Rate of a simulated link; the real process group is used when None.
-        simulated_world_size: Number of ranks that the simulated link has.
-        simulated_latency_s: Of each of its collectives.
-    """
+    """The settings of one rank's process of one case."""
 
     case: Case
     workload: WorkloadSettings
     rank: int
     world_size: int
-    store_path: str
-    interface: str | None
-    cache_dir: str
+    store_path: str  #: file over which the ranks of this case connect
+    interface: str | None  #: network interface for gloo; None lets gloo choose
+    cache_dir: str  #: compile caches of this rank and case
+    #: Rate of a simulated link; the real process group is used when None.
     simulated_bits_per_second: float | None = None
-    simulated_world_size: int = 8
-    simulated_latency_s: float = 50e-6
+    simulated_world_size: int = 8  #: number of ranks that the simulated link has
+    simulated_latency_s: float = 50e-6  #: of each of its collectives
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One timed step of one rank; times in seconds.
+    """One timed step of one rank; times in seconds."""
 
-    Args:
-        step_s: From the end of the step before to the end of this one.
-        forward_s: Forward passes of all micro-batches, with the loss, and before them a blocking count of tokens.
-        backward_s: Backward passes, with the reductions that they wait for.
-        optimizer_s: Clipping, and ``step()`` and ``zero_grad()`` of all optimizers.
-        cpu_s: CPU seconds of the process with all its threads.
-    """
-
-    step_s: float
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    cpu_s: float
+    step_s: float  #: from the end of the step before to the end of this one
+    forward_s: float  #: forward passes of all micro-batches, with the loss, and before them a blocking count of tokens
+    backward_s: float  #: backward passes, with the reductions that they wait for
+    optimizer_s: float  #: clipping, and ``step()`` and ``zero_grad()`` of all optimizers
+    cpu_s: float  #: CPU seconds of the process with all its threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Figures of building a case and of its first steps, on one rank.
+    """Figures of building a case and of its first steps, on one rank."""
 
-    Args:
-        num_parameters: Elements of all parameters.
-        gradient_bytes: Bytes of all gradients.
-        warmup_s: Length of each of the first steps, in seconds; the first one compiles.
-        num_graphs: Graphs that AOTAutograd compiled: forwards, parts of cut ones counted one by one, and the backwards
-            of compiled autograd.
-    """
-
-    num_parameters: int
-    gradient_bytes: int
-    warmup_s: list[float]
+    num_parameters: int  #: elements of all parameters
+    gradient_bytes: int  #: bytes of all gradients
+    warmup_s: list[float]  #: length of each of the first steps, in seconds; the first one compiles
+    #: Graphs that AOTAutograd compiled: forwards, parts of cut ones counted one by one, and the backwards of compiled
+    #: autograd.
     num_graphs: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profiled:
-    """One profiled step of one rank.
+    """One profiled step of one rank."""
 
-    Args:
-        num_all_reduces: All-reduces that were launched.
-        payload_bytes: Bytes that they reduced; None if the profiler does not say.
-    """
-
-    num_all_reduces: int
-    payload_bytes: int | None
+    num_all_reduces: int  #: all-reduces that were launched
+    payload_bytes: int | None  #: bytes that they reduced; None if the profiler does not say

@@ -55,20 +55,11 @@ _REFUSED = (
 
 @dataclass(frozen=True, kw_only=True)
 class LinkModel:
-    """How long a transfer takes.
+    """How long a transfer takes; raises a ValueError if a number is out of range."""
 
-    Args:
-        world_size: Number of simulated ranks, at least 2.
-        alpha_s: Latency of one collective, in seconds.
-        bytes_per_second: Rate of the link.
-
-    Raises:
-        ValueError: A number out of range.
-    """
-
-    world_size: int
-    alpha_s: float
-    bytes_per_second: float
+    world_size: int  #: number of simulated ranks, at least 2
+    alpha_s: float  #: latency of one collective, in seconds
+    bytes_per_second: float  #: rate of the link
 
     def __post_init__(self) -> None:
         if not isinstance(self.world_size, int) or self.world_size < 2:
@@ -107,14 +98,9 @@ def _check_rate(setting: str, rate: float) -> None:
 def init_simulated_process_group(model: LinkModel, device: torch.device) -> None:
     """``init_process_group`` with a default group that is simulated; this process is rank 0.
 
-    ``destroy_process_group`` ends it, after the transfers that are still under way.
-
-    Args:
-        model: The link.
-        device: The device of the tensors to reduce, CPU or CUDA. A CUDA device is timed first, for about 0.3 s.
-
-    Raises:
-        ValueError: Another device, or there is a default group already.
+    ``destroy_process_group`` ends it, after the transfers that are still under way. The tensors to reduce are on
+    ``device``, CPU or CUDA. A CUDA device is timed first, for about 0.3 s. Raises a ValueError for another device, or
+    if there is a default group already.
     """
     device = _checked_device(device)
     # The extended API hands pg_options over as they are.
@@ -131,8 +117,7 @@ def init_simulated_process_group(model: LinkModel, device: torch.device) -> None
 def set_link_model(model: LinkModel) -> None:
     """Change the default group's link for transfers that are launched from now on.
 
-    Raises:
-        ValueError: Another world size, or the default group is not simulated.
+    Raises a ValueError for another world size, or if the default group is not simulated.
     """
     group = dist.group.WORLD
     if not isinstance(group, SimulatedProcessGroup):

@@ -24,19 +24,12 @@ _CALIBRATION_TOLERANCE = 0.02
 
 
 class Transfer(NamedTuple):
-    """One transfer on the link.
+    """One transfer on the link."""
 
-    Args:
-        tensors: Each element is multiplied by ``factor`` at the end.
-        factor: See ``tensors``.
-        seconds: How long it occupies the link.
-        source: Copied into the first tensor before the product, if given.
-    """
-
-    tensors: list[Tensor]
+    tensors: list[Tensor]  #: each element is multiplied by ``factor`` at the end
     factor: int
-    seconds: float
-    source: Tensor | None = None
+    seconds: float  #: how long it occupies the link
+    source: Tensor | None = None  #: copied into the first tensor before the product, if given
 
     def apply(self) -> None:
         """Write the result in place, unseen by autograd, as with collectives: ``data`` has its own version counter."""

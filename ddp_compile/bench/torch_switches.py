@@ -26,10 +26,8 @@ def _mib_of_bucket(cap_mib: float, _index: int) -> float:
 def overlapped_all_reduces(bucket_cap_mb: float, mode: str, device: str) -> dict[str, Any]:
     """Inductor options that bucket functional all-reduces and overlap them with computation.
 
-    Args:
-        bucket_cap_mb: Bucket capacity in MiB, of every bucket: inductor asks for it once.
-        mode: Mode of ``torch.compile``; ``mode`` and ``options`` exclude each other there.
-        device: "cpu" or "cuda".
+    The capacity is that of every bucket: inductor asks for it once. ``mode`` and ``options`` of ``torch.compile``
+    exclude each other, so the options of the mode are among these.
     """
     options: dict[str, Any] = {
         # A partial of a module's function can be pickled, as keys of compile caches require.

@@ -64,13 +64,7 @@ class Steppable(Protocol):
 class Training:
     """Forward, loss, backward, clipping and optimizers, as every implementation does them.
 
-    Args:
-        implementation: The model, ready to train.
-        model: The same model, for its parameters.
-        workload: Its data and loss.
-        settings: Optimizers, device, clipping, and whether losses are summed over tokens.
-        rank: Ranks train on different data.
-        micro_batches: Micro-batches of one step.
+    ``model`` is that of ``implementation``, for its parameters. Ranks train on different data.
     """
 
     def __init__(
@@ -139,12 +133,7 @@ class Training:
 
 
 class Communication:
-    """All-reduces of a step's buckets without any computation.
-
-    Args:
-        bucket_bytes: Size of each bucket; they are launched one after the other and then waited for.
-        device: Device of the buckets.
-    """
+    """All-reduces of a step's buckets without any computation, launched one after the other and then waited for."""
 
     def __init__(self, bucket_bytes: Sequence[int], device: torch.device) -> None:
         self.clock = Clock(device)
@@ -191,12 +180,8 @@ def _record(clock: Clock, step: Marks, end_before: Any) -> StepRecord:
 def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     """The optimizers of all parameters of a model; fused if torch has that, to take the smallest share of the time.
 
-    Args:
-        name: One of `OPTIMIZERS`; "muon" is Muon for `hidden_matrices`, and AdamW for the other parameters, if any.
-        model: The model.
-
-    Raises:
-        ValueError: The name is not known, or the model has nothing for Muon.
+    "muon" is Muon for `hidden_matrices`, and AdamW for the other parameters, if any. Raises a ValueError if the name is
+    not one of `OPTIMIZERS`, or the model has nothing for Muon.
     """
     if name == "sgd":
         return [torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)]

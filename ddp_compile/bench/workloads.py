@@ -214,8 +214,7 @@ def check_tokens(model: str) -> None:
 def make_workload(settings: WorkloadSettings) -> Workload:
     """The workload with its model on the CPU; the same initial weights on every call.
 
-    Raises:
-        ValueError: The model is not known, or has no sequences of ``settings.tokens``.
+    Raises a ValueError if the model is not known, or has no sequences of ``settings.tokens``.
     """
     torch.manual_seed(0)
     if settings.tokens:

@@ -66,14 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
 def explain_function(name: str, world_size: int, settings: Mapping[str, Any]) -> Explanation:
     """Trace a training step of the module that a user's function returns, and explain what ddp_compile would do.
 
-    Args:
-        name: ``module:function``; see `RETURNS` for what the function returns.
-        world_size: Number of ranks.
-        settings: Arguments of ``ddp_compile``.
-
-    Raises:
-        ValueError: There is no such function, or it returns something else, or settings are out of range.
-        TracingError: The user's code raised, or cannot be traced.
+    ``name`` is ``module:function``, see `RETURNS`; ``settings`` are arguments of ``ddp_compile``. Raises a ValueError
+    if there is no such function, it returns something else, or settings are out of range. Raises a TracingError if the
+    user's code raised, or cannot be traced.
     """
     if torch.distributed.is_initialized():
         raise ValueError("there is a process group already; call destroy_process_group() first, or use a new process")

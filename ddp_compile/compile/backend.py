@@ -51,26 +51,18 @@ class _Graph(NamedTuple):
 
 @dataclass(eq=False, repr=False)  # Dynamo compares backends by identity, and takes str() for a name
 class TrainingBackend:
-    """Compiles the training graphs of one module.
-
-    Args:
-        builder: The module's plan, which every graph extends until it is sealed.
-        parameters: Index of each reduced parameter, by ``id`` of the parameter.
-        modules: Name of each submodule, by ``id``.
-        split: ``"forward"`` cuts graphs at bucket boundaries, ``"backward"`` leaves them whole and launches buckets
-            inside the backward, ``"auto"`` does the latter with graphs that cannot be cut for every bucket.
-        reducer_id: Number by which compiled code finds the reducer.
-        moves_gradients: Whether such a backward may move gradients to the flat buffers.
-    """
+    """Compiles the training graphs of one module."""
 
     inner: InnerBackend  #: compiles each graph, or each part of one
-    builder: PlanBuilder
-    parameters: Mapping[int, int]
-    modules: Mapping[int, str]
+    builder: PlanBuilder  #: the module's plan, which every graph extends until it is sealed
+    parameters: Mapping[int, int]  #: index of each reduced parameter, by ``id`` of the parameter
+    modules: Mapping[int, str]  #: name of each submodule, by ``id``
+    #: ``"forward"`` cuts graphs at bucket boundaries, ``"backward"`` leaves them whole and launches buckets inside the
+    #: backward, ``"auto"`` does the latter with graphs that cannot be cut for every bucket.
     split: SplitMode
     launches_in_backward: bool
-    reducer_id: int
-    moves_gradients: bool
+    reducer_id: int  #: number by which compiled code finds the reducer
+    moves_gradients: bool  #: whether such a backward may move gradients to the flat buffers
     reports: list[GraphReport] = field(default_factory=list, init=False)
     #: For each graph run since a forward began, whether it is all of the forward.
     runs: list[bool] = field(default_factory=list, init=False)
@@ -259,11 +251,7 @@ def _parts_are_equal(graph: _Graph) -> bool:
 
 
 def launches_in_backward(split: SplitMode, inner: InnerBackend, process_group: dist.ProcessGroup) -> bool:
-    """Whether buckets may be launched inside compiled backwards; the same on every rank.
-
-    Raises:
-        ValueError: The backend's ``inner_compile`` is not callable.
-    """
+    """Whether compiled backwards may launch buckets, the same on every rank; raises like `editing_backend`."""
     if split not in ("auto", "backward"):
         return False
     can_edit = torch_internals.editing_backend(inner) is not None

@@ -18,19 +18,11 @@ log = logging.getLogger(__name__)
 def compile_graph(
     inner: InnerBackend, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str, edit: GraphEdit | None = None
 ) -> Callable[..., Any]:
-    """Compile one graph with the inner compiler.
+    """Compile one graph with the inner compiler; returns a function with the arguments and results of the graph.
 
-    Args:
-        gm: The graph; the compiler may change it.
-        example_inputs: Real or fake tensors, one entry for each placeholder.
-        name: Of the graph, for messages.
-        edit: A change to the graphs that AOTAutograd makes; only with a compiler that `editing_backend` knows.
-
-    Returns:
-        A function with the arguments and results of the graph.
-
-    Raises:
-        Exception: The compiler's. Inductor compiles a backward in the first backward pass, and raises its error there.
+    The compiler may change ``gm``. ``example_inputs`` are real or fake tensors, one entry for each placeholder.
+    ``edit`` changes the graphs that AOTAutograd makes; only with a compiler that `editing_backend` knows. Raises what
+    the compiler does. Inductor compiles a backward in the first backward pass, and raises its error there.
     """
     try:
         with torch_internals.without_wrong_cache_entries(gm):

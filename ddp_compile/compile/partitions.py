@@ -17,17 +17,12 @@ CompilePartition = Callable[[fx.GraphModule, Sequence[Any], str], Callable[..., 
 def compile_partitions(
     stitched: fx.GraphModule, example_inputs: Sequence[Any], compile_partition: CompilePartition
 ) -> Callable[..., Any]:
-    """Compile each partition of a split forward graph.
+    """Compile each partition of a split forward graph; returns a function with the arguments and results of all of it.
 
     No partition is run. Fake tensors with the sizes and strides that Dynamo recorded describe the values that cross.
     Inductor keeps the strides of outputs, so they also hold for compiled code.
 
-    Args:
-        stitched: The result of `partition_graph`. Its partitions are replaced by the compiled functions.
-        example_inputs: Dynamo's, of the whole graph: one entry for each placeholder.
-
-    Returns:
-        A function with the arguments and results of the whole graph.
+    ``stitched`` is the result of `partition_graph`. Its partitions are replaced by the compiled functions.
     """
     fake_mode = torch_internals.fake_mode_of(example_inputs)
     placeholders = stitched.graph.find_nodes(op="placeholder")

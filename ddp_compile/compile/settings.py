@@ -14,11 +14,7 @@ _DEFAULTS = {"backend": "inductor", "mode": None, "fullgraph": False, "dynamic":
 
 
 class CompileSettings:
-    """The arguments of ``torch.compile``, checked, and the functions made with them.
-
-    Raises:
-        ValueError: Unknown backend, mode or ``dynamic``, or options that the backend refuses or that cannot be used.
-    """
+    """The arguments of ``torch.compile``, and the functions made with them; a ValueError names a wrong argument."""
 
     def __init__(
         self,

@@ -39,13 +39,10 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 def find_regions(module: nn.Module, classes: RegionClasses | None) -> dict[str, nn.Module]:
     """Find the submodules to compile as regions, by name, in registration order.
 
-    Args:
-        classes: Classes of modules, each instance of which is a region. Or ``"auto"``, which finds modules that repeat:
-            children of a ModuleList, Sequential or ModuleDict, two or more of one class, that have submodules. A region
-            inside another one is part of it. None finds nothing.
-
-    Raises:
-        ValueError: Nothing repeats, a class has no instance, or ``module.compile()`` has been called for a region.
+    Each instance of one of the ``classes`` is a region. ``"auto"`` finds modules that repeat: children of a ModuleList,
+    Sequential or ModuleDict, two or more of one class, that have submodules. A region inside another one is part of it.
+    None finds nothing. Raises a ValueError if nothing repeats, a class has no instance, or ``module.compile()`` has
+    been called for a region.
 
     Source: the rule for "auto" is that of ``compile_regions`` in Accelerate, utils/other.py, which takes a ModuleList
     whose children are all of one class, from the outside to the inside; torchtitan's ``apply_compile`` takes the
@@ -80,12 +77,11 @@ def find_regions(module: nn.Module, classes: RegionClasses | None) -> dict[str, 
 def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Find the submodules to compile separately if Dynamo leaves the code that calls them to Python.
 
-    Returns:
-        Two mappings from name to submodule: those that share compiled code with others of their class, and those that
-        do not. Blocks that repeat share code, as with "auto" in `find_regions`, and so do blocks inside them. The
-        others are modules with submodules whose forward is torch's own, such as ``nn.Sequential``: Dynamo starts at
-        frames of the user's code, but never at torch's. Inside blocks these share code too. Submodules on which
-        ``compile()`` was called are left out.
+    Returns two mappings from name to submodule: those that share compiled code with others of their class, and those
+    that do not. Blocks that repeat share code, as with "auto" in `find_regions`, and so do blocks inside them. The
+    others are modules with submodules whose forward is torch's own, such as ``nn.Sequential``: Dynamo starts at frames
+    of the user's code, but never at torch's. Inside blocks these share code too. Submodules on which ``compile()`` was
+    called are left out.
     """
     left = {
         each for outer in module.modules() if torch_internals.is_disabled_for_dynamo(outer) for each in outer.modules()

@@ -36,13 +36,10 @@ def explain(
     of_hooks: Mapping[int, str] | None = None,
     unused: Set[int] = frozenset(),
 ) -> Explanation:
-    """See `Explanation`.
+    """See `Explanation`; ``plan`` may be the plan so far.
 
-    Args:
-        state: The module's.
-        plan: Its plan, or the plan so far.
-        of_hooks: As from `buckets_of_hooks`, which is called if it is None.
-        unused: Parameters without a gradient, beside those of which the reducer knows that no rank uses them.
+    ``of_hooks`` is as from `buckets_of_hooks`, which is called if it is None. ``unused`` are parameters without a
+    gradient, beside those of which the reducer knows that no rank uses them.
     """
     unused = unused | state.reducer.used_by_nobody
     of_hooks = buckets_of_hooks(state) if of_hooks is None else of_hooks

@@ -92,9 +92,8 @@ class PlanBuilder:
     def reorder_tail(self, arrival_order: Sequence[int]) -> BucketPlan:
         """The sealed plan's next generation, with the eager tail packed in the order in which its gradients arrived.
 
-        Returns:
-            A plan with the same buckets for compiled frames, and with all buckets in the order of their last gradients.
-            Parameters without a gradient come last.
+        It has the same buckets for compiled frames, and all buckets in the order of their last gradients. Parameters
+        without a gradient come last.
         """
         assert self.sealed is not None
         # A repeated key keeps its first place.

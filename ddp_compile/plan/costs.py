@@ -17,18 +17,13 @@ from ddp_compile.errors import number_of
 class Collective:
     """The alpha-beta model of a collective: a latency, and a time for each byte.
 
-    Args:
-        latency_s: Seconds that even an empty buffer takes.
-        s_per_byte: Seconds for each byte of the flat buffer, not for each byte that travels.
-
-    Raises:
-        ValueError: A number is zero, negative, infinite or NaN.
+    Raises a ValueError if a number is zero, negative, infinite or NaN.
 
     Source: Hockney 1994, "The communication challenge for MPP"; for collectives, Thakur et al. 2005.
     """
 
-    latency_s: float
-    s_per_byte: float
+    latency_s: float  #: seconds that even an empty buffer takes
+    s_per_byte: float  #: seconds for each byte of the flat buffer, not for each byte that travels
 
     def __post_init__(self) -> None:
         _check_positive("latency_s", self.latency_s, "20e-6 for 20 microseconds")
@@ -48,14 +43,9 @@ _LEAST_LATENCY_S = 1e-6
 
 
 def fit_collective(times_s: Mapping[int, float], way_out: str) -> Collective:
-    """The least-squares line through the times of transfers.
+    """The least-squares line through the times of transfers, in seconds by bytes, of at least two sizes.
 
-    Args:
-        times_s: Seconds by bytes, of at least two sizes.
-        way_out: What the error tells the user to do.
-
-    Raises:
-        ValueError: The times do not grow with the sizes.
+    If the times do not grow with the sizes, it raises a ValueError that ends with ``way_out``.
     """
     sizes, times = list(times_s), list(times_s.values())
     slope, intercept = linear_regression(sizes, times)
@@ -69,26 +59,17 @@ def fit_collective(times_s: Mapping[int, float], way_out: str) -> Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What connects the ranks.
-
-    Args:
-        world_size: Number of ranks, at least 2.
-        latency_s: Latency of one message between two nodes, in seconds.
-        bytes_per_second: Rate of a node's link, in each direction.
-        ranks_per_node: Ranks that share a node's link. Transfers inside a node are taken to be no slower.
-
-    Raises:
-        ValueError: A number is out of range, or the nodes are not full.
+    """What connects the ranks; raises a ValueError if a number is out of range, or the nodes are not full.
 
     Source: a ring sends ``2 (n - 1) / n`` of the buffer over each link, also if it passes through the ranks of a node
     in turn. Its latency is taken to be that of a double binary tree (Sanders et al. 2009), which NCCL uses for small
     buffers: as many messages as the tree of the nodes is deep, up and down.
     """
 
-    world_size: int
-    latency_s: float
-    bytes_per_second: float
-    ranks_per_node: int = 1
+    world_size: int  #: number of ranks, at least 2
+    latency_s: float  #: latency of one message between two nodes, in seconds
+    bytes_per_second: float  #: rate of a node's link, in each direction
+    ranks_per_node: int = 1  #: ranks that share a node's link; transfers inside a node are taken to be no slower
 
     def __post_init__(self) -> None:
         if self.world_size < 2:
@@ -110,27 +91,20 @@ class Link:
 class Costs:
     """What a training step of one model costs on one rank, apart from how its gradients are grouped.
 
-    Args:
-        reduce: The transfer of a bucket in the backward: an all-reduce, or a reduce-scatter.
-        gather: The transfer of a bucket after its step; None if the optimizer is not sharded.
-        ready_s: For each parameter, by index, when its gradient is ready: seconds since the backward began, if nothing
-            were launched.
-        needed_s: For each parameter, by index, when the forward first reads it: seconds since the forward began.
-        forward_s: Length of a forward that waits for nothing.
-        launch_s: By how much a launch delays the computation.
-        step_s_per_byte: The optimizer's time for a byte of gradients. A sharded one's is that of this rank's part.
-
-    Raises:
-        ValueError: A time is negative, infinite or NaN, or with a ``gather``, ``needed_s`` is for other parameters than
-            ``ready_s``.
+    Raises a ValueError if a time is negative, infinite or NaN, or if with a ``gather``, ``needed_s`` is for other
+    parameters than ``ready_s``.
     """
 
-    reduce: Collective
-    gather: Collective | None = None
+    reduce: Collective  #: the transfer of a bucket in the backward: an all-reduce, or a reduce-scatter
+    gather: Collective | None = None  #: the transfer of a bucket after its step; None if the optimizer is not sharded
+    #: For each parameter, by index, when its gradient is ready: seconds since the backward began, if nothing were
+    #: launched.
     ready_s: Sequence[float]
+    #: For each parameter, by index, when the forward first reads it: seconds since the forward began.
     needed_s: Sequence[float] = ()
-    forward_s: float = 0.0
-    launch_s: float = 0.0
+    forward_s: float = 0.0  #: length of a forward that waits for nothing
+    launch_s: float = 0.0  #: by how much a launch delays the computation
+    #: The optimizer's time for a byte of gradients. A sharded one's is that of this rank's part.
     step_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:

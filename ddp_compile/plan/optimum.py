@@ -46,10 +46,6 @@ def fastest_plan(gradients: Iterable[GradientSpec], costs: Costs) -> BucketPlan:
 
     With gradients of several dtypes or devices it need not be the optimum. Two plans are tried besides the capacities:
     one whose boundaries are optimal for each kind alone, and one with a boundary wherever the kind changes.
-
-    Args:
-        gradients: All of a model.
-        costs: Of the same model.
     """
     order = sorted(gradients, key=lambda each: (costs.ready_s[each.index], -each.index))
     total = sum(gradient.num_bytes for gradient in order)
@@ -81,15 +77,10 @@ def _changes(gradients: Sequence[GradientSpec]) -> list[int]:
 
 
 def optimal_ends(gradients: Sequence[GradientSpec], costs: Costs, opens: Collection[int] = ()) -> list[int]:
-    """Where each bucket ends, so that the step ends as early as possible; see Note [Optimal boundaries].
+    """For each bucket, the number of gradients up to its end, so that the step ends as early as possible.
 
-    Args:
-        gradients: In launch order.
-        costs: With one transfer a bucket.
-        opens: Numbers of the gradients that must not share a bucket with the one before.
-
-    Returns:
-        For each bucket, the number of gradients in it and in those before.
+    See Note [Optimal boundaries]. The gradients are in launch order, and ``costs`` are with one transfer a bucket.
+    Gradients whose numbers are in ``opens`` must not share a bucket with the one before.
     """
     assert costs.gather is None
     count, sizes = len(gradients), [BucketSpec(0, (gradient,), 1).num_bytes for gradient in gradients]

@@ -64,13 +64,9 @@ def pack(
 ) -> list[BucketSpec]:
     """Buckets of gradients in the order given, ordered by their last gradients.
 
-    A bucket closes when it has reached its capacity. Each kind of gradient uses the capacities in turn, separately from
-    the others.
-
-    Args:
-        caps_bytes: One capacity for each bucket. The last one holds for all further buckets.
-        region_of: The region of each parameter that is in one, by index. Gradients of a region become ready all at
-            once, and are consecutive here.
+    A bucket closes when it has reached its capacity; the last capacity holds for all further buckets. Each kind of
+    gradient uses the capacities in turn, separately from the others. ``region_of`` is the region of each parameter that
+    is in one, by index. Gradients of a region become ready all at once, and are consecutive here.
 
     Source: ``compute_bucket_assignment_by_size`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """

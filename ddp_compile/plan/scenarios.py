@@ -18,23 +18,14 @@ _CAPS_MIB = (1, 5, 25, 100)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A predicted way to train.
+    """A predicted way to train."""
 
-    Args:
-        name: What is trained with.
-        code: The line that switches it on; "FILE" stands for a saved plan.
-        step_s: Length of a step.
-        exposed_s: Part of it in which the computation waits for communication.
-        is_sharded: Whether it is with a sharded optimizer.
-        plan: The plan to save; None if the capacities say it all.
-    """
-
-    name: str
-    code: str
-    step_s: float
-    exposed_s: float
-    is_sharded: bool
-    plan: BucketPlan | None = None
+    name: str  #: what is trained with
+    code: str  #: the line that switches it on; "FILE" stands for a saved plan
+    step_s: float  #: length of a step
+    exposed_s: float  #: part of it in which the computation waits for communication
+    is_sharded: bool  #: whether it is with a sharded optimizer
+    plan: BucketPlan | None = None  #: the plan to save; None if the capacities say it all
 
 
 def scenarios(
@@ -45,11 +36,7 @@ def scenarios(
 ) -> Iterator[Scenario]:
     """Every way to train that has been compared with measured steps, the default first.
 
-    Args:
-        gradients: Of the model, by index.
-        costs: With an all-reduce for each bucket.
-        world_size: Number of ranks.
-        default_caps_bytes: Capacities if nothing is set.
+    ``costs`` have an all-reduce for each bucket; ``default_caps_bytes`` are the capacities if nothing is set.
     """
 
     def scenario(name: str, code: str, plan: BucketPlan, costs: Costs, is_saved: bool = False) -> Scenario:

@@ -32,11 +32,7 @@ class Prediction(NamedTuple):
 
 
 def predict(plan: BucketPlan, costs: Costs) -> Prediction:
-    """The step with this plan, see Note [The model of a step].
-
-    Raises:
-        ValueError: The costs are those of a model with another number of parameters.
-    """
+    """The step with this plan (Note [The model of a step]); raises a ValueError if the costs are of another model."""
     if len(plan.bucket_of_parameter) != len(costs.ready_s):
         raise ValueError(
             f"the plan has {number_of(len(plan.bucket_of_parameter), 'parameter')}, and the costs are for"

@@ -17,16 +17,13 @@ DataT = TypeVar("DataT")
 def from_document(
     cls: type[DataT], document: Any, where: str, known: Mapping[str, Any] = MappingProxyType({})
 ) -> DataT:
-    """Build a dataclass from what ``json.loads`` returned.
+    """Build a dataclass from what ``json.loads`` returned; a ValueError says which field is missing, unknown or wrong.
 
     Args:
         cls: The dataclass. Its fields are dataclasses, tuples, strings, literals, integers from 0 on, floats or None.
         document: The document.
         where: Name of the document in errors, such as "plan" in "plan.buckets[1].frame".
         known: Values of fields that are not in the document.
-
-    Raises:
-        ValueError: A field is missing, unknown, or of another type. The error says which.
     """
     expected = {field.name for field in fields(cls)} - known.keys()  # type: ignore[arg-type]
     if not isinstance(document, dict):

@@ -14,23 +14,16 @@ _SHORTEST_LAUNCH = 0.005
 
 
 class Span(NamedTuple):
-    """Something that one rank did, or a transfer of it.
+    """Something that one rank did, or a transfer of it."""
 
-    Args:
-        lane: ``"launch"`` is a launch that took long, since some algorithms wait inside it. ``"late"`` is a wait for a
-            rank that has not launched the transfer, ``"wait"`` a wait for the transfer itself. ``"queue"`` is a
-            transfer that was launched but cannot move yet, since a rank is late or the link is busy.
-        begin: In seconds, as in `Step`.
-        end: Likewise.
-        name: For example ``"backward"`` or ``"reduce bucket 5"``.
-        transfer: The transfer that travels, or that is waited for.
-    """
-
+    #: ``"launch"`` is a launch that took long, since some algorithms wait inside it. ``"late"`` is a wait for a rank
+    #: that has not launched the transfer, ``"wait"`` a wait for the transfer itself. ``"queue"`` is a transfer that was
+    #: launched but cannot move yet, since a rank is late or the link is busy.
     lane: Lane
-    begin: float
-    end: float
-    name: str
-    transfer: Transfer | None = None
+    begin: float  #: in seconds, as in `Step`
+    end: float  #: likewise
+    name: str  #: for example ``"backward"`` or ``"reduce bucket 5"``
+    transfer: Transfer | None = None  #: the transfer that travels, or that is waited for
 
 
 def spans_of(step: Step) -> dict[int, list[Span]]:

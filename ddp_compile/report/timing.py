@@ -10,21 +10,13 @@ from ddp_compile.report.steps import Kind, Step, TransferOverRanks
 
 
 class Times(NamedTuple):
-    """One transfer over all ranks.
+    """One transfer over all ranks."""
 
-    Args:
-        ready: When its last rank was ready.
-        launched: When its last rank launched it.
-        began: When data began to move: with the last launch, or with the end of the transfer before it.
-        transfer_s: From then until the result was complete on every rank; None if that is not known.
-        exposed_s: The longest that a rank waited for it, without its wait for late ranks.
-    """
-
-    ready: float
-    launched: float
-    began: float
-    transfer_s: float | None
-    exposed_s: float
+    ready: float  #: when its last rank was ready
+    launched: float  #: when its last rank launched it
+    began: float  #: when data began to move: with the last launch, or with the end of the transfer before it
+    transfer_s: float | None  #: from then until the result was complete on every rank; None if that is not known
+    exposed_s: float  #: the longest that a rank waited for it, without its wait for late ranks
 
 
 def median_step(steps: Sequence[Step]) -> Step:

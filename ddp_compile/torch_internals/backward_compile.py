@@ -49,10 +49,8 @@ EditingBackend = Callable[[fx.GraphModule, list[Any], GraphEdit], Callable[..., 
 def editing_backend(inner: InnerBackend) -> EditingBackend | None:
     """A backend that compiles like ``inner`` and edits graphs; None if it is not known to compile our operators.
 
-    Known are inductor, ``compile_fx`` with or without the user's ``inner_compile``, and ``aot_eager``.
-
-    Raises:
-        ValueError: The backend's ``inner_compile`` is not callable.
+    Known are inductor, ``compile_fx`` with or without the user's ``inner_compile``, and ``aot_eager``. Raises a
+    ValueError if the backend's ``inner_compile`` is not callable.
     """
     from torch._dynamo.backends import debugging
 

@@ -99,10 +99,8 @@ def traced_call_of(
     Dynamo starts at its frame. Since Dynamo traces this file, a root whose forward is torch's own, such as
     ``nn.Sequential``, is compiled like any other.
 
-    Args:
-        runs_eagerly: Called first if Dynamo leaves the frame to Python.
-        is_broken: Called with the module before its own code runs, if a graph break in that code keeps it out of this
-            frame.
+    If Dynamo leaves the frame to Python, ``runs_eagerly`` is called first. If a graph break in a module's own code
+    keeps it out of this frame, ``is_broken`` is called with the module before that code runs.
     """
     # nn.Module.__call__ itself would look for the function of ``module.compile()`` first.
     call = torch.nn.Module._call_impl if cls.__call__ is torch.nn.Module.__call__ else cls.__call__
@@ -182,10 +180,8 @@ def compile_isolated(
     ninth would reach the limit and run eagerly without a warning. torch 2.13 can keep separate lists. In an older torch
     the limits grow with the number of functions compiled here.
 
-    Args:
-        function, backend, fullgraph, dynamic: As in ``torch.compile``.
-        num_modules: How many modules the function is called with, each of which may need its own graph; None for a
-            function of one module.
+    ``num_modules`` is how many modules the function is called with, each of which may need its own graph; None for a
+    function of one module.
     """
     import torch._dynamo
 

@@ -18,11 +18,7 @@ _HALF = (torch.bfloat16, torch.float16)
 def describe_gradients(
     module: nn.Module, named: Mapping[str, nn.Parameter], reduce_dtype: torch.dtype | None
 ) -> list[GradientSpec]:
-    """The plan's data about each parameter, in registration order.
-
-    Args:
-        reduce_dtype: The argument of ``ddp_compile``.
-    """
+    """The plan's data about each parameter, in registration order; ``reduce_dtype`` is that of ``ddp_compile``."""
     sparse, found = with_sparse_gradients(module), []
     for i, (fqn, p) in enumerate(named.items()):
         numel, dtype = torch_internals.local_tensor(p).numel(), _name(p.dtype)
@@ -40,11 +36,7 @@ def with_sparse_gradients(module: nn.Module) -> set[int]:
 
 
 def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_backward: bool) -> list[str]:
-    """Lines that must be the same on every rank; with strides, since flat buffers follow them.
-
-    Args:
-        launches_in_backward: Whether buckets are launched inside compiled backwards.
-    """
+    """Lines that must be the same on every rank; with strides, since flat buffers follow them."""
     ignored = config.parameters_to_ignore
     sparse_ids = with_sparse_gradients(module)
     settings = (

@@ -12,11 +12,7 @@ from ddp_compile.errors import with_article
 
 
 def load_function(setting: str, name: str, known: Collection[str]) -> Callable[..., Any]:
-    """The function that ``module:function`` names. Modules in the working directory are found too.
-
-    Raises:
-        ValueError: ``name`` has no colon, or there is no such module or function.
-    """
+    """The function ``module:function``, found in the working directory too; raises a ValueError if there is none."""
     module_name, colon, function_name = name.partition(":")
     if not colon:
         one_of = f"one of {', '.join(known)}, or " if known else ""

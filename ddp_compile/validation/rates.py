@@ -39,11 +39,7 @@ class Rate:
 
 
 def parse_seconds(text: str) -> float:
-    """The seconds of a text such as "20us", "1.5ms" or "2s", above zero.
-
-    Raises:
-        ValueError: It is another text.
-    """
+    """The seconds of a text such as "20us", "1.5ms" or "2s", above zero; raises a ValueError for any other text."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text.strip().lower())
     seconds = float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]] if found else 0.0
     if seconds <= 0:

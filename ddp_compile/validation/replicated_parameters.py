@@ -27,11 +27,7 @@ def reduced_parameters(module: nn.Module, ignored: Container[str]) -> dict[str, 
 
 
 class ReplicatedParameters:
-    """The parameters that one module was replicated with.
-
-    Args:
-        ignored: Names of parameters that are not reduced.
-    """
+    """The parameters that one module was replicated with; those named in ``ignored`` are not reduced."""
 
     def __init__(self, module: nn.Module, ignored: Container[str]) -> None:
         self.named = reduced_parameters(module, ignored)

@@ -104,9 +104,7 @@ def check_memory(
 ) -> None:
     """Raise ValueError if a tensor shares memory with ``flat`` outside its place, or two written tensors share memory.
 
-    Args:
-        places: The place of each in ``flat``.
-        indices: The tensors to check; all of them when None.
+    ``places`` has the place of each in ``flat``. If ``indices`` are given, only those tensors are checked.
     """
     flat_begin, flat_end = _memory(flat)
     ranges = []

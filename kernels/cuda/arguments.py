@@ -98,9 +98,7 @@ def _move_arguments(size: int) -> type[ctypes.Structure]:
 class Pack(Arguments):
     """Consecutive tensors of a bucket that one launch moves. Only their addresses change between steps.
 
-    Args:
-        numels: Elements of each of these tensors; int64, shape (number of tensors).
-        offsets: Their places, in elements of the flat buffer; int64, same shape.
+    ``numels`` and ``offsets``, which are in elements of the flat buffer, are int64 of shape (number of tensors).
     """
 
     def __init__(self, first: int, numels: Tensor, offsets: Tensor) -> None:
@@ -117,11 +115,9 @@ class Pack(Arguments):
         self.structure.num_tensors = self.num_tensors
 
     def point_at(self, addresses: int, codes: bytes | None, code: int) -> None:
-        """Copy this pack's addresses from those of all tensors of the bucket.
+        """Copy this pack's addresses from those of all tensors of the bucket, 64-bit integers at ``addresses``.
 
-        Args:
-            addresses: Address of an array of 64-bit integers.
-            codes: If given, the dtype codes of all tensors, of which only those with ``code`` will be moved.
+        ``codes``, if given, are the dtype codes of all tensors. Only those with ``code`` will be moved.
         """
         mine = self.structure.addresses
         ctypes.memmove(mine, addresses + 8 * self.first, 8 * self.num_tensors)

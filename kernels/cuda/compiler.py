@@ -16,11 +16,7 @@ OLDEST_CAPABILITY = (8, 0)
 
 
 class Compiler:
-    """NVRTC, as found by cuda.bindings.
-
-    Raises:
-        KernelUnavailableError: cuda.bindings or NVRTC is missing, or cannot be loaded.
-    """
+    """NVRTC, as found by cuda.bindings; raises a KernelUnavailableError if either is missing, or cannot be loaded."""
 
     def __init__(self) -> None:
         try:
@@ -56,11 +52,7 @@ class Compiler:
         return f"sm_{max(known)}"
 
     def compile(self, program: Program, target: str) -> bytes:
-        """The binary (cubin) of a program.
-
-        Raises:
-            KernelUnavailableError: NVRTC refuses the source. The error contains its log.
-        """
+        """The binary (cubin) of a program; raises a KernelUnavailableError with the log if NVRTC refuses the source."""
         files = headers()
         (handle,) = self._call(
             "nvrtcCreateProgram",

@@ -17,13 +17,9 @@ class CudaDriver:
     """The driver, with the primary context of one device, which torch uses.
 
     Each thread has a current context, which may be the wrong one: a thread has none before its first call of the CUDA
-    runtime. The tests have a driver that runs kernels on the CPU.
-
-    Args:
-        ordinal: The device's number, as in ``torch.device("cuda", ordinal)``. torch has initialized CUDA already.
-
-    Raises:
-        KernelUnavailableError: The driver is too old, or refuses a call.
+    runtime. The tests have a driver that runs kernels on the CPU. ``ordinal`` is the device's number, as in
+    ``torch.device("cuda", ordinal)``. torch has initialized CUDA already. Raises a KernelUnavailableError if the driver
+    is too old, or refuses a call.
     """
 
     def __init__(self, ordinal: int) -> None:

@@ -16,7 +16,7 @@ from ddp_compile.kernels.native.library import OTHER_CODE
 
 
 class CudaExecutor(NativeTensorTable):
-    """Moves the tensors of one bucket with CUDA kernels; see `FlattenExecutor`.
+    """Moves the tensors of one bucket with CUDA kernels; see `FlattenExecutor` and `NativeTensorTable`.
 
     Note [Everything is in the arguments]
     Sizes, places and addresses are passed by value with each launch: 24 bytes a tensor, at most 32 KiB a launch. A
@@ -24,12 +24,7 @@ class CudaExecutor(NativeTensorTable):
     uploaded, and nothing waits for an upload. A plan for one use costs no more than one that is kept. A captured CUDA
     graph owns everything that it needs, and replays the addresses that it was captured with.
 
-    Args:
-        offsets: Their places, in elements; packed when None.
-
-    Raises:
-        ValueError: The tensors do not fit into ``flat``.
-        KernelUnavailableError: The kernels cannot be used on this device.
+    Raises a KernelUnavailableError if the kernels cannot be used on this device.
     """
 
     def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:

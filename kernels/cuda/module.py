@@ -24,13 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class KernelDevice:
-    """One device, with the kernels loaded onto it.
-
-    Args:
-        binary_of: Compiles a program.
-        name: Of the device and of what compiles for it, for messages.
-        current_stream: Returns torch's current stream.
-    """
+    """One device, with the kernels loaded onto it. In messages, ``name`` is that of it and of its compiler."""
 
     def __init__(
         self,
@@ -49,11 +43,7 @@ class KernelDevice:
         self._lock = threading.Lock()
 
     def prepare(self, kernel: str) -> Any:
-        """Compile and load a kernel, with all others of its program, unless it is already loaded.
-
-        Raises:
-            KernelUnavailableError: It cannot be compiled, or the driver refuses it.
-        """
+        """Load a kernel and all others of its program, unless loaded; raises a KernelUnavailableError if that fails."""
         if kernel in self._functions:
             return self._functions[kernel]
         with self._lock:
@@ -79,11 +69,7 @@ _lock = threading.Lock()
 
 
 def kernel_device(device: torch.device) -> KernelDevice:
-    """The kernels of a CUDA device, given with its index.
-
-    Raises:
-        KernelUnavailableError: There is no such device, or something that the kernels need is missing.
-    """
+    """The kernels of a CUDA device, given with its index; raises a KernelUnavailableError if something is missing."""
     assert device.index is not None
     if (known := _devices.get(device.index)) is not None:
         return known

@@ -16,13 +16,8 @@ from ddp_compile.kernels.native.library import DTYPE_CODES, FITS, MISMATCH, OUT_
 class NativeTensorTable:
     """Shapes, strides and places of tensors, and their addresses when last read; see csrc/tensor_table.h.
 
-    Args:
-        tensors: Tensors of the shapes, strides and device of the bucket; not kept.
-        flat: The flat buffer that has the places.
-        offsets: The places, in elements; packed when None.
-
-    Raises:
-        ValueError: The tensors do not fit into ``flat``.
+    The tensors are not kept. ``offsets`` are their places in ``flat``, in elements; packed when None. Raises a
+    ValueError if they do not fit into ``flat``.
     """
 
     def __init__(
@@ -57,18 +52,7 @@ class NativeTensorTable:
             self._library.table_free(handle)
 
     def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> list[int]:
-        """Read the addresses of tensors of the table's shapes.
-
-        Args:
-            flat: The flat buffer that they will be copied to or from, of a dtype in ``DTYPE_CODES``.
-            written: Whether the tensors will be written.
-
-        Returns:
-            Indices of the tensors that the library cannot copy, because of their strides or dtypes.
-
-        Raises:
-            ValueError: The number of tensors, a shape or a device is not the table's, or memory is shared.
-        """
+        """See `FlattenExecutor.read`; ``flat`` is of a dtype in ``DTYPE_CODES``."""
         library = self._library
         if len(tensors) != library.table_size(self.handle):
             raise ValueError(f"{len(tensors)} tensors were given to a plan for {library.table_size(self.handle)}")

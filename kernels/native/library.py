@@ -63,11 +63,7 @@ _WITHOUT_LOCK: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 
 
 class NativeLibrary:
-    """The functions of csrc/library.cpp, without the prefix ``ddp_compile_``, and torch's exchange API.
-
-    Raises:
-        KernelUnavailableError: It cannot be loaded, or was built from other sources than the present ones.
-    """
+    """The functions of csrc/library.cpp, unprefixed, and torch's exchange API; may raise a KernelUnavailableError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

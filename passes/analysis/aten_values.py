@@ -34,12 +34,8 @@ def value_to_hold(
 ) -> list[fx.Node]:
     """Of the values computed up to ``last``, the one that most of the ``following`` nodes depend on, if there is one.
 
-    An operator that is declared to write to it runs after it is computed and before those nodes.
-
-    Args:
-        following: All nodes from ``last`` to the next operator of ours, in order.
-        position: Of every node of the graph.
-        excluded: Values that must not be chosen.
+    An operator that is declared to write to it runs after it is computed and before those nodes, which are all from
+    ``last`` to the next operator of ours, in order. Values that are ``excluded`` are not chosen.
     """
     not_these = {base_of(node) for node in excluded}
     bits: dict[fx.Node, int] = {}  # of each value computed up to `last`

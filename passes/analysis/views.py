@@ -51,9 +51,7 @@ from ddp_compile.passes.analysis.graph_nodes import (
 class ViewTrees:
     """The views among a graph's values: trees whose roots are values that cannot be made again from another one.
 
-    Args:
-        gm: A forward graph from Dynamo. Nodes added later belong to no tree.
-        regions: The `mode_regions` of ``gm``.
+    ``regions`` are the `mode_regions` of the graph. Nodes added later belong to no tree.
     """
 
     def __init__(self, gm: fx.GraphModule, regions: Mapping[fx.Node, Sequence[str]]) -> None:
@@ -87,12 +85,8 @@ class ViewTrees:
     def crossing(self, needed: Iterable[fx.Node], place: Mapping[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
         """For each value needed outside its partition, the value that crosses: itself, or one to make it again from.
 
-        Args:
-            needed: All values of the graph that are needed outside the partition that makes them.
-            place: The partition that makes a value; none for inputs.
-
-        Returns:
-            By value; the same for all values with one root.
+        The same value crosses for all with one root. ``needed`` are all values of the graph that are needed outside the
+        partition that makes them. ``place`` is the partition that makes a value; inputs have none.
         """
         trees: dict[fx.Node, list[fx.Node]] = {}
         for node in needed:

@@ -59,16 +59,12 @@ HOW_GONE = {
 class AveragingThread:
     """Runs rounds until all ranks have asked to stop, or one has failed; see Note [Ranks that end].
 
-    It does not keep the algorithm alive while it waits or sleeps.
+    It does not keep the algorithm alive while it waits or sleeps. While it runs, nothing else sends over ``hosts``, the
+    ranks' `host_group`. ``interval_s`` is from the end of one round to the start of the next.
 
     Before each round the ranks exchange their standings, and whether they hold up the round. A rank holds it up until
     it has applied the last average and its interval is over; there is no round before. So a rank that computes for long
     delays the averages, but no collective times out.
-
-    Args:
-        hosts: The ranks' `host_group`, over which they exchange standings. While this thread runs, nothing else sends
-            over it.
-        interval_s: From the end of one round to the start of the next.
     """
 
     def __init__(

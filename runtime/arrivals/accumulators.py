@@ -24,12 +24,9 @@ if TYPE_CHECKING:
 
 
 class Accumulators:
-    """The AccumulateGrad nodes of all parameters, and our hooks on them.
+    """The AccumulateGrad nodes of all parameters, by their numbers, and our hooks on them.
 
     It keeps the nodes alive, since a user's hook on a node would die with it.
-
-    Args:
-        parameters: The parameters, in the order of their numbers.
 
     Source: ``grad_accumulators_`` of ``Reducer`` in torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """

@@ -30,9 +30,7 @@ _Slot = tuple[OrderedDict[int, Callable[[Tensor], None]], int, Callable[[Tensor]
 class ParameterHooks:
     """Notifies a listener of the gradients that matter to it, and batches the others.
 
-    Args:
-        parameters: The parameters; their place is their number.
-        listener: Not kept alive.
+    Parameters are numbered by their places in ``parameters``. The listener is not kept alive.
 
     Note [One of many]
     With thousands of small parameters, hooks are what a reducer costs: a microsecond or two for a Python function and
@@ -62,9 +60,7 @@ class ParameterHooks:
     def batch(self, bucket: Bucket, arriving: Sequence[int] = (), notify_of_last: bool = True) -> None:
         """Batch the gradients of one bucket from now on.
 
-        Args:
-            arriving: The parameters that the listener is being notified of.
-            notify_of_last: Whether to notify the listener when the last one comes.
+        The listener is being notified of ``arriving``. It hears of the last one to come if ``notify_of_last``.
         """
         param_indices = bucket.param_indices
         batch = self._batch_of[param_indices[0]]
@@ -81,8 +77,7 @@ class ParameterHooks:
     def flush(self, index: int) -> Sequence[int]:
         """After a notification, count the batched gradients of the parameter's bucket.
 
-        Returns:
-            Those that were no longer missing. The listener has to treat each as if it had been notified of it.
+        Returns those that were no longer missing. The listener has to treat each as if it had been notified of it.
         """
         batch = self._batch_of[index]
         if batch is None:
@@ -133,8 +128,7 @@ class ParameterHooks:
 class _Batch:
     """The hooks of one bucket's parameters, and the gradients that have come without a notification.
 
-    Args:
-        slots: For each of its parameters: the dict of its hooks, the key of ours, and the hook that notifies.
+    ``slots`` has for each parameter the dict of its hooks, the key of ours, and the hook that notifies.
     """
 
     def __init__(self, bucket: Bucket, slots: Sequence[_Slot]) -> None:

@@ -33,9 +33,8 @@ class AllRequired:
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
         """After a synchronized forward, find the parameters that no backward from its outputs can reach.
 
-        Args:
-            on_reached: Called in each pass of a backward that differentiates the outputs, if the iteration may end when
-                that pass does.
+        ``on_reached`` is called in each pass of a backward that differentiates the outputs, if the iteration may end
+        when that pass does.
         """
 
     def leaves_out(self, bucket: Bucket) -> bool:
@@ -78,8 +77,7 @@ class UnusedAllowed(AllRequired):
     never be used. At the end of the backward, more may turn out to be missing: a compiled graph may return None for a
     parameter to which the autograd graph leads, and an output may be an object in which no tensors can be found.
 
-    Args:
-        leaves_out_unused: Whether a bucket that no rank uses in the first iteration is never sent again.
+    If ``leaves_out_unused``, a bucket that no rank uses in the first iteration is never sent again.
 
     Source: ``search_unused_parameters`` and ``local_used_map_`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """

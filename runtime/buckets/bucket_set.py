@@ -26,12 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class BucketSet:
-    """The buckets of a module, and the iteration that they are in.
-
-    Args:
-        parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
-        process_group: The ranks that agree on it.
-    """
+    """The buckets of a module, and the iteration that they are in."""
 
     def __init__(
         self,
@@ -70,17 +65,11 @@ class BucketSet:
     def seal(self, algorithm: str, flags: Sequence[bool]) -> tuple[BucketPlan, list[bool]]:
         """Agree on the plan with the other ranks before anything is launched.
 
-        Args:
-            algorithm: The name of the algorithm.
-            flags: What else this rank says, as many on every rank. The first one is whether it has compiled a backward
-                that hands buckets over; then all ranks let all buckets launch early.
+        ``flags`` are what else this rank says, as many on every rank. The first one is whether it has compiled a
+        backward that hands buckets over; then all ranks let all buckets launch early. Returns the plan, and for each
+        flag whether any rank has set it.
 
-        Returns:
-            The plan, and for each flag whether any rank has set it.
-
-        Raises:
-            RanksDifferError: The ranks have different algorithms.
-            ReductionError: Another rank did not come.
+        Raises a RanksDifferError if the algorithms differ, and a ReductionError if another rank did not come.
         """
         device = self.parameters[0].device
         proposed = self._builder.propose()
@@ -117,10 +106,7 @@ class BucketSet:
     def rebuild_once(self) -> None:
         """After the first iteration, repack the eager tail in the order in which its gradients came on rank 0.
 
-        Gradients stay. Call it at the end of an iteration, where every rank is.
-
-        Raises:
-            ReductionError: Another rank did not come.
+        Gradients stay. Every rank calls it at the end of an iteration; raises a ReductionError if one does not come.
 
         Source: ``rebuild_buckets`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, for the tail of a compiled plan.
         There it comes before the second forward.
@@ -155,8 +141,7 @@ class BucketSet:
     def lay_out_as(self, layout: Layout, owners: Mapping[int, int]) -> None:
         """Between two iterations, give all buckets another layout, and those of later plans too.
 
-        Args:
-            owners: The rank that steps all of a parameter, by the parameter's number, see `GradientSpec`.
+        ``owners`` has the rank that steps all of a parameter, by the parameter's number, see `GradientSpec`.
         """
         self._builder.lay_out_as(layout, owners)
         if self.plan is not None:

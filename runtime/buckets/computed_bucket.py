@@ -90,9 +90,8 @@ class ComputedBucket:
     def compare(self) -> list[Tensor]:
         """Find the parameters whose ``.grad`` is not the computed gradient, or has more added to it.
 
-        Returns:
-            Bools of shape (), on the gradients' device. Pass their values to `read`, which completes the search.
-            Getting the values makes the host wait for the device, so do it for many buckets at once.
+        Returns bools of shape (), on the gradients' device. Pass their values to `read`, which completes the search.
+        Getting the values makes the host wait for the device, so do it for many buckets at once.
         """
         if not self._is_compared:
             pairs = zip(self._bucket.param_indices, self._bucket.gradients(), strict=True)

@@ -17,11 +17,7 @@ from ddp_compile.runtime.comm import error_messages, streams
 
 
 class FlatBuffer:
-    """Memory for the gradients of one bucket, allocated at its first use and at the first use after `drop`.
-
-    Args:
-        parameters: Its parameters, in the order of ``spec.gradients``.
-    """
+    """Memory for the gradients of one bucket, allocated at its first use and at the first use after `drop`."""
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter]) -> None:
         self._spec = spec
@@ -83,11 +79,7 @@ class FlatBuffer:
     def flatten(self, gradients: Sequence[Tensor], scale: float | Tensor) -> None:
         """Write each gradient times ``scale`` to its place. A gradient that is already there is scaled in place.
 
-        Args:
-            gradients: One for each place.
-
-        Raises:
-            ParametersChangedError: The parameters have been converted.
+        Raises a ParametersChangedError if the parameters have been converted.
         """
         plan, gradients = self._plan(), self._on_this_rank(gradients)
         self.used_here()
@@ -175,11 +167,7 @@ class FlatBuffer:
 
 
 class RealParts:
-    """What a `FlattenPlan` is, for complex tensors: a plan over their real and imaginary parts, which lie side by side.
-
-    Args:
-        tensors: Complex tensors, as for `FlattenPlan`.
-    """
+    """A `FlattenPlan` for complex tensors: a plan over their real and imaginary parts, which lie side by side."""
 
     def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:
         parts = torch.view_as_real(flat).view(-1)

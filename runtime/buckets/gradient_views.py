@@ -34,12 +34,9 @@ _TENSOR_AND_STORAGE_OBJECT = 2
 
 
 class GradientViews:
-    """One tensor for each gradient of a bucket, on the memory of its place in the flat buffer.
+    """One tensor for each gradient of a bucket, on the memory of its place in the flat buffer, which it keeps alive.
 
     A tensor's storage is as large as its place. DLPack makes it on the memory of another storage without a copy.
-
-    Args:
-        places: Views of the flat buffer. The tensors keep the buffer alive.
     """
 
     def __init__(self, places: Sequence[Tensor]) -> None:
@@ -75,16 +72,11 @@ class GradientViews:
         return all(map(operator.is_, gradients, self.tensors)) and self._lie_in_place()
 
     def make_free(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Make sure that a write to the places is visible in ``.grad`` only.
+        """Make sure that a write to the places is visible in ``.grad`` only. Replaces tensors that got other memory.
 
-        Replaces tensors that have been given other memory.
-
-        Args:
-            gradients: The ``.grad`` of each parameter. If one of them is one of these tensors, its other holders see
-                the write, as with any code that writes gradients in place.
-
-        Returns:
-            False if other code holds a tensor that is no ``.grad`` any more.
+        ``gradients`` are the ``.grad`` of each parameter. If one of them is one of these tensors, its other holders see
+        the write, as with any code that writes gradients in place. Returns False if other code holds a tensor that is
+        no ``.grad`` any more.
         """
         if self.are(gradients):
             return True
@@ -124,14 +116,10 @@ class GradientViews:
 
 
 def held_by_others(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> frozenset[int]:
-    """Which ``.grad`` must stay the same tensors; see Note [Gradients that others hold].
+    """Positions in a bucket of each ``.grad`` that must stay the same tensor; see Note [Gradients that others hold].
 
-    Args:
-        gradients: The ``.grad`` of each parameter of a bucket, in the only list that has them.
-        views: What they are to become. Some may already be that.
-
-    Returns:
-        Positions in the bucket.
+    ``gradients`` is the only list that has the ``.grad`` of the bucket's parameters. They are to become ``views``; some
+    may already be that.
     """
     own = _references_to_a_gradient()
     held = {i for i, count in enumerate(torch_internals.num_references(gradients)) if count > own}

@@ -35,10 +35,8 @@ class Sharding:
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
         """The buckets of an iteration have been reduced: set every ``.grad``.
 
-        Args:
-            buckets: All buckets of the module, in plan order.
-            launched: The buckets that were launched, and have been waited for.
-            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` does not change.
+        ``buckets`` are all of the module, in plan order; the ``launched`` ones have been waited for. Parameters whose
+        numbers are in ``untouched`` got no gradient on any rank, and their ``.grad`` does not change.
         """
         for bucket in launched:
             bucket.gradient_store.hand_over(bucket, untouched)
@@ -48,14 +46,7 @@ class Sharding:
         return False
 
     def await_parameters(self, indices: Sequence[int] | None = None) -> None:
-        """Return when parameters, which are about to be read, are complete.
-
-        Args:
-            indices: Their numbers; all if None.
-
-        Raises:
-            ReductionError: A rank has not reached the same step.
-        """
+        """Return when these parameters are complete, all if None; raises a ReductionError if a rank has not stepped."""
 
     def forward_ends(self, as_one_graph: bool, has_waited: bool) -> None:
         """A forward with gradients has ended.
@@ -66,11 +57,7 @@ class Sharding:
         """
 
     def refuse_missing_steps(self) -> None:
-        """The module is about to be unwrapped, or to get another algorithm.
-
-        Raises:
-            ReplicationError: Some of several optimizers have stepped, and others have not yet.
-        """
+        """Before an unwrap or a new algorithm, raise a ReplicationError if only some optimizers have stepped."""
 
     def explain(self) -> list[str]:
         """Lines for ``model.explain()``."""

@@ -31,9 +31,7 @@ class StepWatch(OptimizerSteps):
     between the ranks until then. A step that still follows is an error, since the algorithm has communicated without
     it, and so is a second step, which the other ranks may not make.
 
-    Args:
-        algorithm: Not kept alive.
-        parameters: As for `CommAlgorithm.attach`.
+    The algorithm is not kept alive. ``parameters`` are as for `CommAlgorithm.attach`.
     """
 
     def __init__(self, algorithm: CommAlgorithm, parameters: Mapping[str, Parameter]) -> None:
@@ -42,11 +40,7 @@ class StepWatch(OptimizerSteps):
         self._call = Call.NONE
 
     def forward_begins(self, synchronize: bool) -> None:
-        """Before `CommAlgorithm.before_forward`.
-
-        Raises:
-            ReplicationError: It is the second iteration inside one step.
-        """
+        """Before `CommAlgorithm.before_forward`; raises a ReplicationError in the second iteration inside one step."""
         if synchronize:
             if not self.is_inside_step(self._algorithm.name):
                 self.call_if_due()

@@ -27,11 +27,7 @@ _MOST_BYTES_OF_A_NAME = 256
 
 
 def verify_modules_agree(description: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that every rank was given the same module and settings; see `first_difference`.
-
-    Raises:
-        RanksDifferError: On every rank, naming the first line that differs from rank 0's.
-    """
+    """Raise a RanksDifferError on every rank if one has another module or other settings; see `first_difference`."""
     if difference := first_difference(description, process_group, device):
         raise RanksDifferError(
             f"{this_rank()}: the ranks were given different models. First difference: {difference}. Build the same"
@@ -45,9 +41,8 @@ def first_difference(description: Sequence[str], process_group: dist.ProcessGrou
     Only if they differ, the ranks gather digests, rank 0 sends its description, and then one rank sends its first
     difference, which every rank returns; otherwise the text is empty.
 
-    Args:
-        description: One line for each thing that has to agree: ``"weight: float32[4, 4]"``.
-        device: Device for the messages, one that the process group can reach.
+    A description has one line for each thing that has to agree: ``"weight: float32[4, 4]"``. The messages are on
+    ``device``, which the process group can reach.
     """
     different = ranks_unlike_rank_0(json.dumps(description).encode(), process_group, device)
     if not different:
@@ -80,13 +75,9 @@ def name_from_rank_0(process_group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, device: torch.device, model: str) -> None:
-    """Check, before anything is reduced, that every rank reduces the same model in the same way.
+    """Before anything is reduced, raise a RanksDifferError on every rank if one has another model or algorithm.
 
-    Args:
-        model: This model's name among those that share the process group.
-
-    Raises:
-        RanksDifferError: On every rank, with the model or the algorithm of each.
+    ``model`` is this model's name among those that share the process group.
     """
     if process_group.size() == 1:
         return

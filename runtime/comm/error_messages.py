@@ -179,11 +179,7 @@ def used_after_all(names: Sequence[str]) -> GradientArrivalError:
 
 
 def contributor_after_launch(names: Sequence[str], has_moved: bool) -> GradientArrivalError:
-    """Gradients came after a compiled backward had handed over their buckets, which cannot be launched again.
-
-    Args:
-        has_moved: Whether gradients were moved into the flat buffer.
-    """
+    """Gradients came after a compiled backward had handed over, or moved, buckets that cannot be launched again."""
     if has_moved:
         reason = "static_graph=True, which promises that all iterations are alike, frees their memory"
     else:

@@ -33,12 +33,7 @@ class Offset(NamedTuple):
 
 
 def measure_offsets(group: Any, device: torch.device) -> list[Offset]:
-    """The offset of each rank's `time.monotonic_ns`, in the order of the group; every rank calls this.
-
-    Args:
-        group: A process group of the hosts; see `ddp_compile.runtime.comm.process_groups.host_group`.
-        device: The device of its messages.
-    """
+    """The offset of each rank's `time.monotonic_ns`, in the order of a `host_group`; every rank calls this."""
     begun: list[list[int]] = []  # by round and rank
     ended: list[list[int]] = []
     last_ended = 0

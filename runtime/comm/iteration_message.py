@@ -56,11 +56,10 @@ class IterationMessage:
         return self._flags is not None
 
     def send(self, parts: Sequence[bytearray], mark: int = 0) -> None:
-        """Start sending flags to the other ranks.
+        """Start sending flags, 0 or 1, to the other ranks.
 
-        Args:
-            parts: Flags, 0 or 1. Every rank sends equally many parts of the same lengths. They are only read.
-            mark: Byte that is the same on every rank unless the ranks are out of step.
+        Every rank sends equally many parts of the same lengths. They are only read. ``mark`` is a byte that is the same
+        on every rank unless the ranks are out of step.
         """
         self._sender = bytes([self._number, 255 - self._number, mark, 255 - mark])
         self._lengths = [len(part) for part in parts]

@@ -25,10 +25,8 @@ def group_of(
 ) -> dist.ProcessGroup:
     """A process group of some ranks of another group, with that group's backend and timeout.
 
-    It exists until ``torch.distributed.destroy_process_group()``.
-
-    Args:
-        name: A name that the ranks have agreed on. If None, they draw one, and all ranks of ``like`` must call this.
+    It exists until ``torch.distributed.destroy_process_group()``. The ranks have agreed on ``name``. If it is None,
+    they draw one, and all ranks of ``like`` must call this.
     """
     timeout = torch_internals.group_timeout(like, device)
     name = name_from_rank_0(like, device) if name is None else name

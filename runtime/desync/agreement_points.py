@@ -38,12 +38,8 @@ log = logging.getLogger(__name__)
 class AgreementPoints:
     """Counts the iterations of one model, and compares the ranks' fingerprints at some of them.
 
-    Args:
-        shared: The order of the models that share the process group.
-        own: The order of this model alone, for iterations that send nothing over that group.
-        rank: The global rank of this process.
-        ranks: The global ranks of the process group.
-        check_replicas: The argument of ``ddp_compile``.
+    ``shared`` is the order of the models that share the process group. ``own`` is that of this model alone, for
+    iterations that send nothing over that group. ``rank`` and ``ranks`` are global.
     """
 
     def __init__(
@@ -74,8 +70,7 @@ class AgreementPoints:
     def last_bucket_is_launched(self, plan: BucketPlan, algorithm: str, is_shared: bool) -> None:
         """Before the last bucket of an iteration is launched, tell the other ranks, if this is an agreement point.
 
-        Args:
-            is_shared: Whether it is sent over the process group that models share.
+        ``is_shared`` tells whether it is sent over the process group that models share.
         """
         if self._digest_of is None or self._digest_of[0] is not plan:
             self._digest_of = plan, f"{plan.digest} of generation {plan.generation}"
@@ -94,11 +89,7 @@ class AgreementPoints:
         self.replicas.last_bucket_is_launched(self.iteration_number)
 
     def compare(self) -> None:
-        """After an iteration's collectives, compare the ranks' fingerprints, if this is an agreement point.
-
-        Raises:
-            RanksDifferError: On every rank, naming the ranks and the difference.
-        """
+        """At agreement points, after the collectives, compare fingerprints; raises a RanksDifferError on every rank."""
         difference = self._fingerprints.difference(self.iteration_number, _describe)
         if difference is not None:
             raise error_messages.ranks_out_of_step(self.iteration_number, difference)
@@ -191,13 +182,10 @@ class ForwardsLeftOut:
         self._is_watching = self._is_any_reached = self._is_announced = False
 
     def watch(self, outputs: Any, counts: bool = True, is_local: bool = False) -> None:
-        """Watch a forward that has returned.
+        """Watch a forward that has returned ``outputs``: tensors in containers that pytree knows, and in dataclasses.
 
-        Args:
-            outputs: What it returned: tensors in containers that pytree knows, and in dataclasses. A forward is not
-                watched if none of its outputs has an autograd graph.
-            counts: Whether it counts as left out if no backward reaches it.
-            is_local: Whether it was inside ``no_sync``; then it never counts.
+        It is not watched if none of its outputs has an autograd graph. If ``counts``, it counts as left out if no
+        backward reaches it; never if ``is_local``, inside ``no_sync``.
         """
         if isinstance(outputs, Tensor):  # by far the most common case
             nodes = [] if outputs.grad_fn is None else [outputs.grad_fn]

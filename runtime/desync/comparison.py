@@ -21,13 +21,7 @@ Describe = Callable[[Mapping[int, str]], str | None]
 
 
 class Comparison:
-    """Compares one kind of text, at agreement points; see Note [Agreement points].
-
-    Args:
-        kind: Part of the names of its keys.
-        rank: The global rank of this process.
-        ranks: The global ranks of the process group.
-    """
+    """Compares one kind of text, at agreement points; see Note [Agreement points]."""
 
     def __init__(self, kind: str, rank: int, ranks: Sequence[int]) -> None:
         self._kind, self._rank, self._ranks = kind, rank, ranks
@@ -40,8 +34,7 @@ class Comparison:
     def add(self, order: ModelOrder, number: int, text: str) -> None:
         """Before the last bucket of an iteration is launched, add to the counter that a digest of the text names.
 
-        Args:
-            number: That of the iteration in ``order``, the same on every rank.
+        ``number`` is that of the iteration in ``order``, the same on every rank.
         """
         if order.store.lost is not None or order.num_unanswered == _MOST_UNANSWERED:
             return
@@ -61,9 +54,7 @@ class Comparison:
     def difference(self, iteration_number: int, describe: Describe) -> str | None:
         """After the iteration's collectives, how the ranks' texts differ; None if they are equal, or it is unknown.
 
-        Args:
-            iteration_number: For messages.
-            describe: One rank calls it, for all.
+        One rank calls ``describe``, for all. ``iteration_number`` is for messages.
         """
         if self._added is None:
             return None
@@ -92,12 +83,8 @@ class Comparison:
     ) -> str | None:
         """Post a text, and return what one rank says about those of all ranks; None if some rank posts none.
 
-        Args:
-            name: Part of the names of the keys; the same on every rank.
-            agree: Whether it has turned out that all texts are equal.
-
-        Raises:
-            StoreLostError: The store is gone.
+        ``name`` is part of the names of the keys, equal on every rank; ``agree`` tells whether it has turned out that
+        all texts are equal. Raises StoreLostError.
         """
         prefix = f"{order.prefix}{self._kind}/{name}"
         keys = {rank: f"{prefix}/{rank}" for rank in self._ranks}

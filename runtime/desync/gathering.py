@@ -24,12 +24,10 @@ Posts = dict[str, str]
 
 
 class Gathering:
-    """Summaries of what ranks have posted under some keys.
+    """Summaries of what ranks have posted under some keys, one for each rank.
 
-    Args:
-        name: Prefix of the keys of the summaries; the same on every rank.
-        keys: One key for each rank.
-        once: Whether the first summary is that of all ranks, also of those whose posts it has not seen.
+    ``name``, the same on every rank, begins the keys of the summaries. If ``once``, the first summary is that of all
+    ranks, also of those whose posts it has not seen.
     """
 
     def __init__(self, store: GroupStore, name: str, keys: Sequence[str], once: bool = False) -> None:
@@ -44,20 +42,15 @@ class Gathering:
         summarize: Callable[[Posts], str],
         at_least_s: float = 0.0,
     ) -> str | None:
-        """The text that one rank makes of all posts. Call it after this rank has posted.
+        """The text that one rank makes of all posts. Call it after this rank has posted. Raises StoreLostError.
+
+        It is None if the reader posts none in time and there are too many ranks for each to read for itself.
 
         Args:
             wait_s: How long that rank waits for posts.
             enough: Given the posts so far by their keys, whether that rank can stop waiting for more.
             summarize: Makes the text from the posts. It is truncated to 16,384 characters.
-            at_least_s: How long it waits for further tickets, so that ranks that arrive one by one cause only a few
-                reads.
-
-        Returns:
-            The text; None if the reader posts none in time and there are too many ranks for each to read for itself.
-
-        Raises:
-            StoreLostError: The store has not answered.
+            at_least_s: How long it waits for more tickets, so that ranks that arrive one by one cause only a few reads.
         """
         ticket = self._store.add(self._tickets, 1)
         covered, text = self._wait_for(ticket, wait_s + ANSWER_LIMIT_S)

@@ -40,9 +40,7 @@ class GroupStore:
     """A separate connection to the store of a process group. If the group has no store, every question fails.
 
     It is separate because another thread may hold the group's own connection for minutes while it waits for a key.
-
-    Args:
-        prefix: Prepended to every key.
+    ``prefix`` is prepended to every key.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, prefix: str) -> None:

@@ -18,11 +18,8 @@ class LocalSteps:
 
     A step changes a parameter, and its gradient is then dropped or set to zero. Either of them alone is no step:
     weights may be swapped for an evaluation in the middle of an accumulation, and a bad micro-batch may be dropped. One
-    parameter is watched. Its version tells who has written it, except for fused optimizers (torch 2.13), whose steps
-    call a hook.
-
-    Args:
-        parameters: Those that are reduced.
+    of the reduced parameters is watched. Its version tells who has written it, except for fused optimizers (torch
+    2.13), whose steps call a hook.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:

@@ -80,13 +80,9 @@ class DesyncMonitor(AgreementPoints):
         self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
 
     def forward_ends(self, kind: str, outputs: Any = None, trains: bool = True, is_local: bool = False) -> None:
-        """A forward has returned.
+        """A forward has returned ``outputs``, given if it may have a backward; ``kind`` as in `forward_begins`.
 
-        Args:
-            kind: As in `forward_begins`.
-            outputs: What it has returned, if it may have a backward.
-            trains: Whether all ranks have to call its backward, or none.
-            is_local: Whether it was inside ``no_sync``.
+        If ``trains``, all ranks have to call its backward, or none. ``is_local`` is for a forward inside ``no_sync``.
         """
         if outputs is not None:
             self.forwards.watch(outputs, trains, is_local)
@@ -110,21 +106,13 @@ class DesyncMonitor(AgreementPoints):
         self._statuses.note("iteration", self.iteration_number, " is over")
 
     def agree_on_algorithm(self, algorithm: str) -> None:
-        """Wait until every rank has registered the hook, after iterations that were reduced without one.
-
-        Raises:
-            RanksDifferError: A rank registered another hook, or none within the process group's timeout.
-        """
+        """Wait until every rank has registered the hook; raises a RanksDifferError for another one, or none in time."""
         described = self._meet("algorithm", f"registering the {algorithm}", algorithm, "no comm hook")
         if described is not None:
             self._raise(error_messages.algorithms_differ(described))
 
     def agree_on_normalizing(self) -> None:
-        """Wait until every rank has called ``normalize_by``, after iterations without it.
-
-        Raises:
-            RanksDifferError: A rank has not, within the process group's timeout.
-        """
+        """Wait until every rank has called ``normalize_by``; raises a RanksDifferError if one has not in time."""
         described = self._meet("normalizer", "in its first normalize_by()", "called", "not called")
         if described is not None:
             self._raise(error_messages.counts_differ(described))
@@ -145,16 +133,10 @@ class DesyncMonitor(AgreementPoints):
                 )
 
     def agree_on_measurement(self, call: str, begins: str = "") -> None:
-        """Wait until every rank has made the same call of a measurement between the same two steps.
+        """Wait until every rank has made the same call, and with the same ``begins``, between the same two steps.
 
-        Without a store it does not wait; the exchange that follows does.
-
-        Args:
-            call: The call.
-            begins: Text after it, which has to be the same on every rank too.
-
-        Raises:
-            RanksDifferError: A rank has made another one, or none within the process group's timeout.
+        Without a store it does not wait; the exchange that follows does. Raises a RanksDifferError if a rank has made
+        another call, or none within the process group's timeout.
         """
         described = self._meet("measurement", f"in {call}", call + begins, "nothing")
         if described is not None:
@@ -166,11 +148,7 @@ class DesyncMonitor(AgreementPoints):
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """A context for a call that every rank has to make: errors of ranks that wait elsewhere say who is in it.
-
-        Raises:
-            ReductionError: In place of the RuntimeError of a collective inside.
-        """
+        """A context for a call that every rank has to make: errors of ranks that wait elsewhere say who is in it."""
         self._statuses.note(f"in {call} before iteration", self.iteration_number)
         try:
             with Exchange(f"comparison of the ranks in {call}", self):
@@ -235,11 +213,7 @@ class DesyncMonitor(AgreementPoints):
 
 @contextmanager
 def replicating(process_group: dist.ProcessGroup, class_name: str) -> Iterator[None]:
-    """A context for what the ranks exchange before they have a `DesyncMonitor`; errors say who has come.
-
-    Raises:
-        ReductionError: In place of the RuntimeError of a collective inside.
-    """
+    """A context for what the ranks exchange before they have a `DesyncMonitor`; errors say who has come."""
     call = f"ddp_compile() of {class_name}"
     store, ranks = GroupStore(process_group, "ddp_compile/calls/"), dist.get_process_group_ranks(process_group)
     statuses = RankStatuses(store, dist.get_rank(), ranks, f"in {call}")
@@ -253,13 +227,9 @@ def replicating(process_group: dist.ProcessGroup, class_name: str) -> Iterator[N
 
 
 def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:
-    """Post the exception that ends the process. Nothing else notices exceptions of a backward.
+    """Post the exception that ends the process, since nothing else notices exceptions of a backward.
 
-    Args:
-        statuses: Of this rank; not kept alive.
-
-    Returns:
-        A function that undoes it.
+    Returns a function that undoes it. ``statuses``, of this rank, are not kept alive.
     """
     alive = weakref.ref(statuses)
 

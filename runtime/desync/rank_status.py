@@ -48,13 +48,7 @@ class RankStatus(NamedTuple):
 
 
 class RankStatuses:
-    """Where this rank is, and where the others were when they last posted.
-
-    Args:
-        rank: The global rank of this process.
-        ranks: The global ranks of the process group.
-        at: Where it is now.
-    """
+    """Where this rank is, and where the others were when they last posted."""
 
     def __init__(
         self, store: GroupStore, rank: int, ranks: Sequence[int], at: str = "before the first forward"
@@ -110,10 +104,8 @@ class RankStatuses:
     def report_failure(self, error: ReductionError, what: str = "") -> ReductionError:
         """The error of a failed collective, with a table of where every rank is.
 
-        Waits about a second for ranks whose collectives fail at the same time.
-
-        Args:
-            what: Text after the step that this rank is in, ", bucket 0" for example.
+        Waits about a second for ranks whose collectives fail at the same time. ``what`` is text after the step that
+        this rank is in, ", bucket 0" for example.
         """
         if len(self._keys) == 1:
             return error

@@ -40,14 +40,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
-    """Compares the parameters of one model at its agreement points; see Note [Replicas].
-
-    Args:
-        check: The argument ``check_replicas`` of ``ddp_compile``.
-        order: That of this model alone.
-        rank: The global rank of this process.
-        ranks: The global ranks of the process group.
-    """
+    """Compares the parameters of one model at its agreement points, those of its own order; see Note [Replicas]."""
 
     def __init__(self, check: CheckReplicas, order: ModelOrder, rank: int, ranks: Sequence[int]) -> None:
         self._check, self._order, self._ranks = check, order, tuple(ranks)
@@ -76,11 +69,7 @@ class Replicas:
             self._sums = None
 
     def compare(self) -> None:
-        """After the iteration's collectives, compare the sums.
-
-        Raises:
-            RanksDifferError: On every rank, if they differ, unless the next forward is to repair it.
-        """
+        """After the collectives, compare the sums; raises a RanksDifferError on every rank unless a repair follows."""
         if not self._is_due:
             return
         self._is_due = False
@@ -165,8 +154,7 @@ class Replicas:
 class _Sums:
     """The sum of the bits of each of some lists of tensors, which is being computed.
 
-    Args:
-        lists: Tensors of any dtype on one device; those of DTensors are this rank's parts.
+    The tensors are of any dtype, on one device. Those of DTensors are this rank's parts.
     """
 
     def __init__(self, lists: Sequence[Sequence[Tensor]]) -> None:
@@ -187,10 +175,8 @@ class _Sums:
 def sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Sums of the bits of tensors as integers of 64 bits, in index order; what is left at an end, as smaller ones.
 
-    Which elements share an integer depends on shapes and dtypes alone, so that equal values have equal sums.
-
-    Returns:
-        int64 tensors of shape (). Their sum modulo 2**64 changes if one value does.
+    Which elements share an integer depends on shapes and dtypes alone, so that equal values have equal sums. These are
+    int64 tensors of shape (). Their sum modulo 2**64 changes if one value does.
     """
     small: dict[torch.dtype, list[Tensor]] = {}
     sums = []

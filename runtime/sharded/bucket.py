@@ -26,25 +26,16 @@ from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """The part of one parameter that this rank steps. Every rank has a piece of every parameter; it may be empty.
+    """The part of one parameter that this rank steps. Every rank has a piece of every parameter; it may be empty."""
 
-    Args:
-        spec: The parameter's gradient in the plan.
-        place: The parameter's view of the flat buffer.
-        begin: The piece's first element, counted in the order of the parameter's memory.
-        end: The element after its last one.
-        in_shard: Offset of the first element in this rank's reduced gradients.
-        in_flat: Offset of the first element in the flat buffer.
-        stepped: What the optimizer steps instead of the parameter: a view of the flat buffer, or a copy in float32. It
-            has the parameter's shape for an owner, else shape (end - begin,), or () if the parameter has that shape.
-    """
-
-    spec: GradientSpec
-    place: Tensor
-    begin: int
-    end: int
-    in_shard: int
-    in_flat: int
+    spec: GradientSpec  #: the parameter's gradient in the plan
+    place: Tensor  #: the parameter's view of the flat buffer
+    begin: int  #: the piece's first element, counted in the order of the parameter's memory
+    end: int  #: the element after its last one
+    in_shard: int  #: offset of the first element in this rank's reduced gradients
+    in_flat: int  #: offset of the first element in the flat buffer
+    #: What the optimizer steps instead of the parameter: a view of the flat buffer, or a copy in float32. It has the
+    #: parameter's shape for an owner, else shape (end - begin,), or () if the parameter has that shape.
     stepped: Parameter
 
     @property
@@ -214,10 +205,8 @@ class ShardedBucket:
     ) -> dict[int, Tensor]:
         """Assemble whole tensors from the values that the ranks have for their pieces; called on every rank.
 
-        ``value_of`` returns a tensor of the piece's shape, or None for zeros.
-
-        Returns:
-            For each parameter, by number, a new tensor of its shape and strides.
+        ``value_of`` returns a tensor of the piece's shape, or None for zeros. The result has for each parameter, by
+        number, a new tensor of its shape and strides.
         """
         shards = torch.zeros_like(self.flat, dtype=dtype)
         with torch.no_grad():

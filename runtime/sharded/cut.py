@@ -15,16 +15,11 @@ class Cut:
 
     Parameters without an owner are cut: each rank keeps a shard of ``shard_numel`` elements of them, the last ranks
     fewer or none. A rank keeps all elements of the parameters that it owns. So a rank keeps up to two ranges.
-
-    Args:
-        shards: The shard of each rank.
-        owned: The elements of each rank's own parameters, padding included.
-        shard_numel: Length of a shard that is not cut short.
     """
 
-    shards: tuple[range, ...]
-    owned: tuple[range, ...]
-    shard_numel: int
+    shards: tuple[range, ...]  #: the shard of each rank
+    owned: tuple[range, ...]  #: the elements of each rank's own parameters, padding included
+    shard_numel: int  #: length of a shard that is not cut short
 
     @classmethod
     def of(cls, spec: BucketSpec, world_size: int) -> Cut:

@@ -109,8 +109,7 @@ class ShardedGradients:
     def hide(self, new: Set[int] = frozenset()) -> None:
         """Hide the gradients of the pieces that have one.
 
-        Args:
-            new: Numbers of the parameters that have been reduced now. Of the others, local gradients stay.
+        ``new`` are the numbers of the parameters that have been reduced now. Of the others, local gradients stay.
         """
         for index, piece in self.pieces.items():
             if index in new or (piece.stepped.grad is not None and self._parameters[index].grad is None):
@@ -149,11 +148,8 @@ class ShardedGradients:
     def take_edits(self, in_backward: bool = False) -> None:
         """Set ``.grad`` of the pieces to None where users have done so with the hidden gradients.
 
-        Args:
-            in_backward: Whether AccumulateGrad may have added to what a user had set ``.grad`` to.
-
-        Raises:
-            ReplicationError: ``.grad`` was set to something else, which no step would see.
+        ``in_backward`` tells whether AccumulateGrad may have added to what a user had set ``.grad`` to. Raises a
+        ReplicationError if it was set to something else, which no step would see.
         """
         for index in list(self._in_place):
             hidden, gradient = self._hidden[index], self._parameters[index].grad
@@ -237,8 +233,7 @@ def norm_over_ranks(
 ) -> Tensor:
     """The norm of the gradients of all ranks' pieces; called on every rank.
 
-    Returns:
-        Shape (), of at least float32, the same bits on every rank.
+    It has shape (), a dtype of at least float32, and the same bits on every rank.
     """
     if not norm_type > 0:
         raise ValueError(

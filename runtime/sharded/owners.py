@@ -21,17 +21,11 @@ _UNEVEN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The owners of the parameters of some optimizers.
+    """The owners of the parameters of some optimizers."""
 
-    Args:
-        name: The optimizers'.
-        rank_of: The rank that steps all of a parameter, by the parameter's number.
-        loads: For each rank, the cost of its parameters.
-    """
-
-    name: str
-    rank_of: Mapping[int, int]
-    loads: tuple[float, ...]
+    name: str  #: the optimizers'
+    rank_of: Mapping[int, int]  #: the rank that steps all of a parameter, by the parameter's number
+    loads: tuple[float, ...]  #: for each rank, the cost of its parameters
 
     @property
     def worst_of_mean(self) -> float:
