@@ -1,7 +1,5 @@
 """``python -m ddp_compile COMMAND``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The algorithms of the core are `GradientAllReduce` and comm hooks. The others ar
 this module and nothing else of the runtime, as your own algorithms can, and are imported at their first use.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import weakref

@@ -1,7 +1,5 @@
 """``ddp_compile``, the main function of the package."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import warnings

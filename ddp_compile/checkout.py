@@ -3,8 +3,6 @@
 setup.py runs this file, so it imports nothing of ours.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """The settings of one ``ddp_compile`` call: checked once, then frozen."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import os
@@ -150,7 +148,7 @@ class ReplicateConfig:
                 " send fewer bytes, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)"
             )
         for each in fields(self):
-            if each.type == "bool" and not isinstance(value := getattr(self, each.name), bool):
+            if each.type is bool and not isinstance(value := getattr(self, each.name), bool):
                 raise ValueError(f"{each.name}={value!r} is neither True nor False; pass one of them")
 
 

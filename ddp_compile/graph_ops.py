@@ -24,8 +24,6 @@ at once.
 The operators find their reducer by number, since compiled code from a cache knows no Python object.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``shard_optimizer``: each rank keeps the optimizer states of its part of the parameters and steps that part."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The kernels on single tensors, with their checks: the min-max codec with eight bits a value, averaging, and sums."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch

@@ -1,7 +1,5 @@
 """The choice of an implementation, with its reason, and the interface of those that move a bucket's tensors."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ They are registered with ``torch.library.Library``, since a call through ``torch
 much. The operators have no gradients, and have one implementation for all devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

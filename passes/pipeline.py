@@ -1,7 +1,5 @@
 """Runs passes in order, and shows an observer the graph between them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

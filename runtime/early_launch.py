@@ -40,8 +40,6 @@ iteration after anyone has registered a hook of any kind. Later writes by such a
 the values as they arrive, and the host reads all results at once, just before the ranks exchange theirs.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ A fused optimizer divides gradients by its attribute ``grad_scale`` as it reads 
 finds there by its own scale, and deletes the attribute after the step (torch 2.13, amp/grad_scaler.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

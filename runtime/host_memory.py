@@ -8,8 +8,6 @@ forward split, which frees gradients during the backward, has 2,300, and Distrib
 that keeps freed memory there are none.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging

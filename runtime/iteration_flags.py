@@ -1,7 +1,5 @@
 """The flags that the ranks exchange after the last bucket of an iteration."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From the last gradient of a bucket to its result: flatten, launch in plan order, wait, hand over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import Any

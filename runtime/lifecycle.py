@@ -1,7 +1,5 @@
 """The states of a reducer, and the table of all transitions between them."""
 
-from __future__ import annotations
-
 from enum import Enum, auto
 from typing import NamedTuple
 

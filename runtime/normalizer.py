@@ -12,8 +12,6 @@ whether it has called `add`. If ranks differ, or a rank has counted some micro-b
 rank raises. On a device with streams the host reads that at agreement points only; until then the gradients are NaN.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence

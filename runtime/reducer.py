@@ -1,7 +1,5 @@
 """The reducer: the steps of a module, and what other code asks or sets between two of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any

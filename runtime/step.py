@@ -8,8 +8,6 @@ launched when all its gradients are there, and all ranks launch their buckets in
 early that is.
 """
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Arguments of ``bench``. Nothing here imports torch, so help and wrong words need not wait for it."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path

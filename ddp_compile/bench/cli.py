@@ -1,7 +1,5 @@
 """``python -m ddp_compile bench``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The end of a run that fails: interrupted, refused by the machine, or with a rank that died."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -4,8 +4,6 @@ Source: Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torc
 parameter's gradient is reduced by the backward of an identity on the parameter, and that the compiler does the rest).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

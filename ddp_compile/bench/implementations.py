@@ -4,8 +4,6 @@ Each entry turns a plain model into a callable one. Each case has its own proces
 may change global settings of torch.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

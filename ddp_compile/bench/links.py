@@ -1,7 +1,5 @@
 """The links of a run, with one interface: shaped namespaces, loopback, a single device, and a simulated link."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ddp_compile.bench.link import NamespacedLink

@@ -4,8 +4,6 @@ Without ``--tokens`` each rank's loss is a mean, and gradients are the mean over
 tokens, and gradients are the mean over the tokens of all micro-batches and ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

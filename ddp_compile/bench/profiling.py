@@ -1,7 +1,5 @@
 """One step under torch.profiler, and its peak memory."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import json

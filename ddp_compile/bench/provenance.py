@@ -1,7 +1,5 @@
 """The provenance of results: the source tree's commit, the machine's processor."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from pathlib import Path

@@ -4,8 +4,6 @@ It runs as ``python -m ddp_compile.bench.rank_host CONNECTION CORE`` inside its 
 the number of an inherited file descriptor, CORE the number of a core or "any".
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

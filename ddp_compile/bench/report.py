@@ -1,7 +1,5 @@
 """A run's table on the terminal, and its figures in files."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

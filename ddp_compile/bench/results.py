@@ -1,7 +1,5 @@
 """The measurements of a run, and their summary."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Sequence

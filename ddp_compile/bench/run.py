@@ -1,7 +1,5 @@
 """One benchmark run: every case on every link, in turns."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Settings and results as plain data, which the processes of a run exchange."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 OPTIMIZERS = ("sgd", "adamw", "muon")

@@ -1,7 +1,5 @@
 """Private parts of torch that the benchmark needs. Tested with torch 2.13."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One rank's training loop, with a clock reading after each phase of a step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Models to measure, each with its data and its loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Arguments of ``explain`` and ``plan``. Nothing here imports torch, so help and wrong words need not wait for it."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

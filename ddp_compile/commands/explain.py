@@ -8,8 +8,6 @@ that follows what the reducer would do: it seals the plan in the first backward,
 came from one place (Note [Launched before AccumulateGrad]).
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,7 +1,5 @@
 """``python -m ddp_compile plan``: predicts steps on any number of ranks from measured ones, and saves a plan."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The training step that a user's function returns, on fake tensors."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

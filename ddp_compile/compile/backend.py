@@ -1,7 +1,5 @@
 """The Dynamo backends: for each graph, plan -> passes -> inner compiler."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

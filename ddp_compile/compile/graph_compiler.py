@@ -1,7 +1,5 @@
 """The inner compiler, and what is said if it fails."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any

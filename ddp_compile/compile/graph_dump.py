@@ -1,7 +1,5 @@
 """Graph dumps for ``TORCH_LOGS="ddp_graphs"`` and ``TORCH_TRACE``."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Sequence

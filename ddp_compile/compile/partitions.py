@@ -1,7 +1,5 @@
 """Compiles the partitions of a split graph."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

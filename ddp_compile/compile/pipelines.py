@@ -1,7 +1,5 @@
 """The passes in the order in which they run, and a digest of their sources for compile caches."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The arguments of ``torch.compile`` in one ``ddp_compile`` call."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Mapping
 from typing import Any

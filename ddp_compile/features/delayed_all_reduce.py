@@ -1,7 +1,5 @@
 """Parameters whose gradients are averaged together after another parameter's gradient has come."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

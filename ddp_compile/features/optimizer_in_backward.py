@@ -4,8 +4,6 @@ DistributedDataParallel steps bucket by bucket while the backward runs. Here all
 been reduced, but before ``backward()`` returns, since the rest of a compiled backward may need the old parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 

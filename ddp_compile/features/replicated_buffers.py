@@ -1,7 +1,5 @@
 """Buffers of a replicated module: broadcast from rank 0, or handled by a user's hook."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

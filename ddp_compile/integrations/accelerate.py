@@ -6,8 +6,6 @@ accelerator gets a class derived from its own, which overrides the few methods t
 All others use methods that a replicated module has (``no_sync``), or take any module.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Lightning: ``Trainer(strategy=DDPCompileStrategy())`` instead of ``Trainer(strategy="ddp")``."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

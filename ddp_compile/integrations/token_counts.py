@@ -9,8 +9,6 @@ and its gradient is compared with -loss / number in each backward. If they diffe
 Trainer has gathered, it gathers those of all other steps too. If they differ later, that is an error.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of the module, its devices and its ranks, before anything is changed."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """The class of a replicated module: the user's class, with the methods of `ReplicatedModule` before its own."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

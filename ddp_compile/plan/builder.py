@@ -1,7 +1,5 @@
 """Builds the plan of one module: frame by frame, then sealed, then with its tail packed again once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType

@@ -21,8 +21,6 @@ A sharded optimizer has two transfers a bucket, a reduce-scatter and an all-gath
 capacities.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Packs gradients into buckets up to capacities."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType

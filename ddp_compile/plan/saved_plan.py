@@ -1,7 +1,5 @@
 """Loads a saved plan, and checks that it fits the model."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

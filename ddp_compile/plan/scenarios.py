@@ -1,7 +1,5 @@
 """What a step would take with other buckets, or with a sharded optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

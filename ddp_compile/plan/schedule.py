@@ -15,8 +15,6 @@ A step is one period of the training loop, from the beginning of a backward to t
 Computation and communication do not slow each other down, and all ranks are alike.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from ddp_compile.errors import number_of

@@ -1,7 +1,5 @@
 """Frozen dataclasses from JSON documents, checked against their annotations."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 """Advice from measured steps. It says nothing that the measurements do not show."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median

@@ -8,8 +8,6 @@ without gathers, it is taken to mirror the backward. The optimizer's time is kno
 buckets: from the launch of one bucket's gather to the next.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """A report as one HTML page. It loads nothing, so it can be mailed and read offline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path

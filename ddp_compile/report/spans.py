@@ -1,7 +1,5 @@
 """The timeline of a step: what each rank did when. The page and the trace both draw it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 

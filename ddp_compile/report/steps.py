@@ -14,8 +14,6 @@ since all transfers share one link. A wait before the last launch is a wait for 
 wait after it. `Step.lateness_s` says which rank was late, and by how much.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property

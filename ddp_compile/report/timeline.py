@@ -1,7 +1,5 @@
 """The timeline of a step as SVG: two rows for each rank, computation with its waits above transfers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from html import escape

@@ -1,7 +1,5 @@
 """Medians over measured steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple

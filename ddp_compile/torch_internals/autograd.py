@@ -1,7 +1,5 @@
 """The autograd engine: backward passes, nodes and hooks."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import OrderedDict

@@ -11,8 +11,6 @@ since its key is the graph including the value.
 matrix product comes back from a cache with sizes read from freed memory (pytorch/pytorch#185861).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Functions import Dynamo when they are called: that takes longer than importing t
 ddp_compile may never compile.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A training step without values: fake tensors, a process group that sends nothing, graphs that are not compiled."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Calls of modules and of optimizers: the code that is running."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager

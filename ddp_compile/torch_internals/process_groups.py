@@ -1,7 +1,5 @@
 """Process groups and their stores."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Descriptions of a module: for its plan, and for comparing ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A user's ``module:function`` on the command line."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """The versions of torch that the package has been tested with: docs/compatibility.md."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

@@ -3,8 +3,6 @@
 They are recognized by the names of their classes, since some are slow to import.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Places of tensors in a flat buffer, their strides, and checks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 

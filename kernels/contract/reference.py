@@ -3,8 +3,6 @@
 All arithmetic is in float32, or in float64 if a tensor has that dtype, and is rounded once, to nearest even.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The arguments of the kernels, in the layout of source/*.cuh."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 

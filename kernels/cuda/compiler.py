@@ -1,7 +1,5 @@
 """NVRTC: compiles a program to a binary for one GPU architecture, in memory."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

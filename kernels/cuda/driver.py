@@ -1,7 +1,5 @@
 """The functions of the CUDA driver that launches need, through cuda.bindings."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 All of them run on torch's current stream of the tensors' device.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

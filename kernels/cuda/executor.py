@@ -1,7 +1,5 @@
 """Flatten and unflatten on a CUDA device."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Nothing here touches CUDA before a kernel is requested, or if torch sees no device.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -4,8 +4,6 @@ A program is compiled when one of its kernels is first needed. That takes a few 
 take ten times as long, but a job needs only one to three.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The kernels on single tensors, on the CPU. Callers have checked dtypes, sizes and contiguity."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Finds, loads and declares the compiled library, csrc/library.cpp."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from pathlib import Path

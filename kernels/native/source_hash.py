@@ -1,7 +1,5 @@
 """A digest that ties the compiled library to its sources. setup.py runs this file, so it imports nothing of ours."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

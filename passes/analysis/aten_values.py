@@ -1,7 +1,5 @@
 """Questions about the values of AOTAutograd's graphs: what memory they are in, and which values depend on them."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

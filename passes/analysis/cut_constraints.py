@@ -18,8 +18,6 @@ separately and sees only the values that cross. A cut is held, that is, refused,
   in `views`. A view that can be made again does not hold a cut.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ The autograd engine runs the backward of later nodes first, so a parameter's gra
 the *earliest* node that uses it has run. Reading the forward graph from its end gives the order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import fx

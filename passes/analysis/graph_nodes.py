@@ -1,7 +1,5 @@
 """Questions about single nodes of a Dynamo graph: their values, and whether they alias or write."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Iterator, Mapping, Sequence

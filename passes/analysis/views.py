@@ -27,8 +27,6 @@ made under ``no_grad``, the cut is held even if only this value would cross, sin
 partition's input, with a gradient.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

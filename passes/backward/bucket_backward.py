@@ -1,7 +1,5 @@
 """Calls the reducer inside a backward graph when a bucket's last gradient has been computed."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import operator

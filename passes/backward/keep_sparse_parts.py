@@ -1,7 +1,5 @@
 """Keeps the memory of sparse gradients from being reused before the graph that returns them ends."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from ddp_compile.graph_ops import HOLD_BACK

@@ -1,7 +1,5 @@
 """Makes operators write to the tensors that the graph returns, where inductor would copy them at the end."""
 
-from __future__ import annotations
-
 from torch import Tensor, fx
 from torch._ops import OpOverload
 

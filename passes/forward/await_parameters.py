@@ -1,7 +1,5 @@
 """Waits inside a forward graph that is compiled whole for the parameters that each part reads."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Turns in-place arithmetic on intermediate tensors into out-of-place arithmetic if the difference cannot be seen."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cuts one graph into partitions at given positions."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Moves views and casts of parameters to where they are used."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from ddp_compile.passes.analysis.cut_constraints import mode_regions

@@ -1,7 +1,5 @@
 """Cuts a forward graph at bucket boundaries, so that the backward makes buckets ready one by one."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Replaces the results of in-place operations by their targets."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from ddp_compile.passes.analysis.graph_nodes import returns_what_it_writes

@@ -1,7 +1,5 @@
 """Turns sizes of tensors into SymInts, which can cross from one partition to the next."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from typing import Any

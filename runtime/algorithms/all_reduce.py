@@ -1,7 +1,5 @@
 """The default: one all-reduce for each bucket gives every rank the mean of all gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

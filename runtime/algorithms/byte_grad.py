@@ -1,7 +1,5 @@
 """ByteGrad: the mean of the gradients, sent in eight bits a value."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Algorithms that send a bucket by several collectives, each of which needs the result of the one before."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ there. So with such a group no other collective is started until the hook is don
 its communication before it returns. With NCCL, callbacks run at once, in the order of the launches.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

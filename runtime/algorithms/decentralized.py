@@ -1,7 +1,5 @@
 """Decentralized data parallelism: ranks average their parameters while each computes its gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

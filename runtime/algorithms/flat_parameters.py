@@ -1,7 +1,5 @@
 """Copies of all parameters of a module in flat buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

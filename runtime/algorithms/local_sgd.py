@@ -1,7 +1,5 @@
 """Local SGD: averages gradients at first, and then parameters after each period of steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

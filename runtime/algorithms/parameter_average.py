@@ -1,7 +1,5 @@
 """Base of the algorithms that average parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

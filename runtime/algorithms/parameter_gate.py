@@ -1,7 +1,5 @@
 """Keeps a thread from writing parameters while others use them."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Backwards that come before any call of the module."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection
 

@@ -1,7 +1,5 @@
 """Which gradients an iteration waits for: all, those that come, or those that came in the first iteration."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence, Set

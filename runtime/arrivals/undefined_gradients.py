@@ -1,7 +1,5 @@
 """Undefined gradients: the engine reaches a parameter and has nothing to add to its ``.grad``."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

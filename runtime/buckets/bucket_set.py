@@ -1,7 +1,5 @@
 """The buckets of one module: all ranks agree on them at the first backward, and repack the eager tail once."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """A bucket as a compiled backward has computed it, before AccumulateGrad has seen its gradients; see `early_launch`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor

@@ -16,8 +16,6 @@ only if no other code can tell the difference:
   gradient and not the bucket.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import sys

@@ -7,8 +7,6 @@ a sharded optimizer no rank has the whole gradient, so `ddp_compile.runtime.shar
 runtime does.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Set
 

@@ -1,7 +1,5 @@
 """Notices the steps of every optimizer that has some of the parameters."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

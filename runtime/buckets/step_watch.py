@@ -1,7 +1,5 @@
 """Calls an algorithm after an optimizer's step."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from enum import Enum, auto

@@ -1,7 +1,5 @@
 """What the ranks exchange before they reduce anything: model descriptions, parameters, and one bucket plan."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Texts of the runtime's errors: what happened, on which rank, to which parameters, and what to do about it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor

@@ -7,8 +7,6 @@ one failed, and its message gets a table of where every rank is. Other errors of
 raises them at the same place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType

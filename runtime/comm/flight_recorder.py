@@ -13,8 +13,6 @@ long as the process, and the recorder never has the last reference. Each takes 0
 distinct plan.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import FunctionType

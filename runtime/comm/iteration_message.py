@@ -7,8 +7,6 @@ sent over a process group of the hosts: the module's own if its gradients are on
 same ranks. Then the host waits for the other hosts, and for no device.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ On a device without streams, such as the CPU, all of this does nothing, so calle
 through `backend`, which tests replace by a simulated one that finds accesses that no wait orders.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence

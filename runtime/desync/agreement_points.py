@@ -13,8 +13,6 @@ seconds, and leaves the rest to the next agreement point. Fingerprints accumulat
 at an agreement point is deleted at a later one, once all ranks have come to it: then nobody reads it any more.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn

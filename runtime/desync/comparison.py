@@ -1,7 +1,5 @@
 """The ranks compare a text through the store of their process group, without waiting for each other."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence

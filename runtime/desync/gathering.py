@@ -8,8 +8,6 @@ of these tickets posted before they drew, so they take the summary. The holder o
 that wait for a summary ask for one key, so the number of questions grows only linearly with the number of ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 

@@ -12,8 +12,6 @@ there. ``set`` waits for no answer and runs in the calling thread. It blocks onl
 about 30,000 posts after the server has stopped answering. The questions of `monitor` notice that long before.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Sequence

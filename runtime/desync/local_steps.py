@@ -1,7 +1,5 @@
 """Counts optimizer steps with gradients that no other rank has."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

@@ -12,8 +12,6 @@ If an algorithm sends over its own process groups, its model cannot be mixed up 
 order.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from typing import Literal

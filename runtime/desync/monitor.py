@@ -7,8 +7,6 @@ So the ranks compare, see Note [Agreement points], and each posts where it stand
 collective can say where the others are. docs/divergence.md lists what can differ and what happens then.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import multiprocessing.util

@@ -14,8 +14,6 @@ host thus waits for the forward alone, and the device goes on with the backward.
 If sums differ, the ranks post them, and then those of each parameter in the first bucket that differs.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Reduces gradients to shards, and gathers parameters after the optimizer's step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch.distributed as dist

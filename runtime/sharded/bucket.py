@@ -1,7 +1,5 @@
 """The parameters of one bucket in a flat buffer, of which each rank steps a shard."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass

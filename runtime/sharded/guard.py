@@ -8,8 +8,6 @@ forward of the module meets the other class. Code that reads memory without aski
 docs/sharded_optimizer.md lists it.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

@@ -1,7 +1,5 @@
 """An optimizer that steps this rank's pieces of parameters and converts their states."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn

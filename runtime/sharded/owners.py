@@ -1,7 +1,5 @@
 """Which rank steps which whole parameter."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The states of a sharded optimizer: cut into pieces, and assembled again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ adds up what it gets in the order of the ranks; with two ranks that is bit for b
 backends have ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
