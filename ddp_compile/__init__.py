@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from ddp_compile.functions import explain, is_replicated, no_sync, unwrap
     from ddp_compile.plan.packing import plan_buckets
     from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec
-    from ddp_compile.runtime.sharded.checkpoint import (
-        load_sharded_optimizer_state_dict,
-        sharded_optimizer_state_dict,
-    )
+    from ddp_compile.runtime.sharded.checkpoint import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
     from ddp_compile.sharded_optimizer import shard_optimizer
 else:
     # Where the public names are; imported at the first use of one, so that `python -m ddp_compile --help` need not wait

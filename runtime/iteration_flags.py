@@ -17,12 +17,7 @@ class IterationFlags:
     """Sends this rank's flags in each iteration, and receives those of all ranks."""
 
     def __init__(
-        self,
-        bucket_set: BucketSet,
-        queue: LaunchQueue,
-        policy: AllRequired,
-        early: EarlyLaunch,
-        monitor: DesyncMonitor,
+        self, bucket_set: BucketSet, queue: LaunchQueue, policy: AllRequired, early: EarlyLaunch, monitor: DesyncMonitor
     ) -> None:
         self._set = bucket_set
         self._queue = queue

@@ -87,11 +87,7 @@ def write_files(
         [*RUN_COLUMNS, *SUMMARY_COLUMNS, *PROVENANCE_COLUMNS],
         ({**run, **asdict(row), **in_every_row} for row in rows),
     )
-    write_csv(
-        directory / "steps.csv",
-        [*IDENTITY_COLUMNS, "round", "step", *_STEP_COLUMNS],
-        _step_rows(result),
-    )
+    write_csv(directory / "steps.csv", [*IDENTITY_COLUMNS, "round", "step", *_STEP_COLUMNS], _step_rows(result))
     failures = [f"{case.case}\n{case.traceback}" for case in result.cases if case.error is not None]
     (directory / "failures.txt").unlink(missing_ok=True)
     if failures:

@@ -207,10 +207,7 @@ def _row(
         figures |= {"ratio_to_best_peer": ratio[0], "ratio_low": ratio[1], "ratio_high": ratio[2]}
     if bound is not None and case.implementation not in (LOCAL, COMMUNICATION):
         local, ideal_s = bound
-        figures |= {
-            "bound_ms": 1000 * ideal_s,
-            "ratio_to_bound": result.median(link) / ideal_s,
-        }
+        figures |= {"bound_ms": 1000 * ideal_s, "ratio_to_bound": result.median(link) / ideal_s}
         if case.implementation not in EAGER:  # its computation differs from the compiled one
             figures["exposed_ms"] = 1000 * (result.median(link) - local.median(link))
     figures |= _figures_of_the_case(result, link)

@@ -35,10 +35,7 @@ FOR_INDUCTOR = (return_written_outputs_pass,)
 WHOLE_FORWARD = (await_parameters_pass,)
 
 #: Other modules that compiled code depends on.
-_BESIDE_THE_PASSES = (
-    "ddp_compile.graph_ops",
-    "ddp_compile.torch_internals.backward_compile",
-)
+_BESIDE_THE_PASSES = ("ddp_compile.graph_ops", "ddp_compile.torch_internals.backward_compile")
 
 
 @functools.cache

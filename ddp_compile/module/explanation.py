@@ -13,14 +13,7 @@ from ddp_compile.config import ReplicateConfig, caps_from_mib
 from ddp_compile.errors import number_of, this_rank
 from ddp_compile.passes.pipeline import Declined
 from ddp_compile.plan.spec import BucketPlan, BucketSpec
-from ddp_compile.report.explanation import (
-    Break,
-    BucketLaunch,
-    Explanation,
-    GraphExplanation,
-    Partition,
-    Refusal,
-)
+from ddp_compile.report.explanation import Break, BucketLaunch, Explanation, GraphExplanation, Partition, Refusal
 from ddp_compile.torch_internals import GraphBreaks, SourceLine
 
 if TYPE_CHECKING:
@@ -31,10 +24,7 @@ TOO_EARLY = "another gradient came after it had been launched, or hooks see its 
 
 
 def explain(
-    state: ReplicateState,
-    plan: BucketPlan,
-    of_hooks: Mapping[int, str] | None = None,
-    unused: Set[int] = frozenset(),
+    state: ReplicateState, plan: BucketPlan, of_hooks: Mapping[int, str] | None = None, unused: Set[int] = frozenset()
 ) -> Explanation:
     """See `Explanation`; ``plan`` may be the plan so far.
 

@@ -76,10 +76,7 @@ class ReplicatedModule(nn.Module):
         warm_up(state_of(self), self, args, kwargs, timeout_s)
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """Train on uneven inputs: a rank that has no batch left contributes zeros until the others have none.
 

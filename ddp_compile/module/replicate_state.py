@@ -136,12 +136,7 @@ class ReplicateState:
         self.device = next(iter(self.reduced.values())).device
 
     def _agree(
-        self,
-        module: nn.Module,
-        algorithm: CommAlgorithm,
-        in_backward: bool,
-        regions: Iterable[str],
-        saved: SavedPlan,
+        self, module: nn.Module, algorithm: CommAlgorithm, in_backward: bool, regions: Iterable[str], saved: SavedPlan
     ) -> None:
         """Check that all ranks have the same module and settings, and that no other module reduces these parameters."""
         shared = self.parameters.shared_with_others()

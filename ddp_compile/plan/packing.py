@@ -12,9 +12,7 @@ Kind = tuple[str, str | None, str, int | None]
 
 
 def plan_buckets(
-    gradients: Iterable[GradientSpec],
-    caps_bytes: int | Sequence[int],
-    layout: Layout = "padded",
+    gradients: Iterable[GradientSpec], caps_bytes: int | Sequence[int], layout: Layout = "padded"
 ) -> BucketPlan:
     """Pack gradients into buckets in the order given, which should be the order in which they become ready.
 

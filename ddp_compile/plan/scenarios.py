@@ -27,10 +27,7 @@ class Scenario:
 
 
 def scenarios(
-    gradients: Sequence[GradientSpec],
-    costs: Costs,
-    world_size: int,
-    default_caps_bytes: Sequence[int],
+    gradients: Sequence[GradientSpec], costs: Costs, world_size: int, default_caps_bytes: Sequence[int]
 ) -> Iterator[Scenario]:
     """Every way to train that has been compared with measured steps, the default first.
 

@@ -46,10 +46,7 @@ def trace_artifact(name: str, text: Callable[[], str], encoding: Literal["string
 
 
 def inner_backend(
-    backend: str | Callable[..., Any],
-    mode: str | None,
-    options: dict[str, Any] | None,
-    dynamic: bool | None,
+    backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> InnerBackend:
     """The function that ``torch.compile`` calls with each graph, given these arguments. Checks mode and options."""
     mode = "default" if mode is None and options is None else mode

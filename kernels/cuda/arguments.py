@@ -35,13 +35,7 @@ class Arguments:
 class AverageArguments(ctypes.Structure):
     """Of average.cuh."""
 
-    _fields_ = (
-        ("x", _ADDRESS),
-        ("total", _ADDRESS),
-        ("copy", _ADDRESS),
-        ("numel", _SIZE),
-        ("count", ctypes.c_float),
-    )
+    _fields_ = (("x", _ADDRESS), ("total", _ADDRESS), ("copy", _ADDRESS), ("numel", _SIZE), ("count", ctypes.c_float))
 
 
 class AddRowsArguments(ctypes.Structure):

@@ -38,23 +38,11 @@ def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False)
 
 def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
     library.load().average(
-        DTYPE_CODES[x.dtype],
-        x.data_ptr(),
-        total.data_ptr(),
-        copy.data_ptr(),
-        x.numel(),
-        count,
-        torch.get_num_threads(),
+        DTYPE_CODES[x.dtype], x.data_ptr(), total.data_ptr(), copy.data_ptr(), x.numel(), count, torch.get_num_threads()
     )
 
 
 def add_rows(rows: Tensor, out: Tensor, scale: float) -> None:
     library.load().add_rows(
-        DTYPE_CODES[out.dtype],
-        rows.data_ptr(),
-        len(rows),
-        out.numel(),
-        scale,
-        out.data_ptr(),
-        torch.get_num_threads(),
+        DTYPE_CODES[out.dtype], rows.data_ptr(), len(rows), out.numel(), scale, out.data_ptr(), torch.get_num_threads()
     )

@@ -107,10 +107,5 @@ class NativeExecutor(NativeTensorTable):
 
     def move(self, flat: Tensor, to_flat: bool, scale: float | Tensor) -> None:
         self._library.copy(
-            self.handle,
-            flat.data_ptr(),
-            DTYPE_CODES[flat.dtype],
-            to_flat,
-            float(scale),
-            torch.get_num_threads(),
+            self.handle, flat.data_ptr(), DTYPE_CODES[flat.dtype], to_flat, float(scale), torch.get_num_threads()
         )

@@ -36,11 +36,7 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        spec: BucketSpec,
-        parameters: Sequence[Parameter],
-        gradient_store: GradientStore,
-        lazy_allocation: bool,
+        self, spec: BucketSpec, parameters: Sequence[Parameter], gradient_store: GradientStore, lazy_allocation: bool
     ) -> None:
         self.spec = spec
         self.parameters = tuple(parameters)

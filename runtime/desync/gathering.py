@@ -34,11 +34,7 @@ class Gathering:
         self._keys = keys
 
     def summary(
-        self,
-        wait_s: float,
-        enough: Callable[[Posts], bool],
-        summarize: Callable[[Posts], str],
-        at_least_s: float = 0.0,
+        self, wait_s: float, enough: Callable[[Posts], bool], summarize: Callable[[Posts], str], at_least_s: float = 0.0
     ) -> str | None:
         """The text that one rank makes of all posts. Call it after this rank has posted. Raises StoreLostError.
 
@@ -78,11 +74,7 @@ class Gathering:
         return covered, text
 
     def _gather(
-        self,
-        wait_s: float,
-        at_least_s: float,
-        enough: Callable[[Posts], bool],
-        summarize: Callable[[Posts], str],
+        self, wait_s: float, at_least_s: float, enough: Callable[[Posts], bool], summarize: Callable[[Posts], str]
     ) -> str:
         earliest = time.monotonic() + at_least_s
         covered, found = 0, Posts()

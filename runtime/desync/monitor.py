@@ -245,9 +245,7 @@ def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:
     return finalizer.cancel
 
 
-def _compilation_notes(
-    statuses: weakref.ref[RankStatuses],
-) -> tuple[Callable[[str], None], Callable[[], None]]:
+def _compilation_notes(statuses: weakref.ref[RankStatuses]) -> tuple[Callable[[str], None], Callable[[], None]]:
     """Callbacks for when torch begins to compile something, and for when it is done."""
     stood_at = ""
 
