@@ -138,36 +138,29 @@ class Measurement:
             RanksDifferError: Another rank is in the exchange of another model.
         """
         raw, plan, hosts = self._records.read_all(), self._records.plan, self._hosts
-        own_drift = self._records.drift()
         replica = self._replica()
         assert replica is not None
         self.abandon()
-        message = zlib.compress(pickle.dumps((replica.monitor.model, own_drift, raw)))
+        message = zlib.compress(pickle.dumps((replica.monitor.model, raw)))
         with Exchange(_RECORDS):
             received = [pickle.loads(zlib.decompress(each)) for each in exchange_bytes(message, *hosts)]
-            models = [model for model, _, _ in received]
+            models = [model for model, _ in received]
             if len(set(models)) > 1:
                 raise error_messages.measured_models_differ(dict(zip(self._ranks, models, strict=True)))
             later = measure_offsets(*hosts)
         offsets = [before.and_later(after) for before, after in zip(self._offsets, later, strict=True)]
-        drifts = [drift for _, drift, _ in received]
-        everyone = [{step.number: step for step in steps} for _, _, steps in received]
+        everyone = [{step.number: step for step in steps} for _, steps in received]
         numbers = set.intersection(*(set(steps) for steps in everyone))  # a rank may have dropped a step
         if not numbers:
             return
         assert plan is not None
-        by_rank = list(zip(self._ranks, offsets, drifts, everyone, strict=True))
+        by_rank = list(zip(self._ranks, offsets, everyone, strict=True))
         self._report = StepReport(
             model=replica.model,
             algorithm=replica.reducer.algorithm.name,
             plan=plan,
             steps=tuple(
-                _step(
-                    {
-                        rank: (offset.ns - round(share * (steps[number].began - since_ns)), steps[number])
-                        for rank, offset, (since_ns, share), steps in by_rank
-                    }
-                )
+                _step({rank: (offset.ns - steps[number].ahead_ns, steps[number]) for rank, offset, steps in by_rank})
                 for number in sorted(numbers)
             ),
             clock_error_s=sum(sorted(offset.error_ns for offset in offsets)[-2:]) / 1e9,

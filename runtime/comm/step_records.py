@@ -70,6 +70,7 @@ class RawStep:
     counts: list[tuple[Mark, Mark]] = field(default_factory=list)  #: those of them for the counts of ``normalize_by``
     clips: list[tuple[Mark, Mark]] = field(default_factory=list)  #: calls of ``clip_grad_norm_``, before it began
     number: int = 0
+    ahead_ns: int = 0  #: by how much the device's clock had run ahead of the host's; see `StepRecords.read_all`
 
 
 class NoRecords:
@@ -255,13 +256,12 @@ class StepRecords(NoRecords):
         return max(0, self._number - self._first)
 
     def read_all(self) -> list[RawStep]:
-        """All complete steps; on an accelerator, after waiting for their end."""
+        """All complete steps; on an accelerator, after waiting for their end, with ``ahead_ns``."""
         self._read(wait=True)
+        since_ns, share = self._clock.drift()
+        for step in self.steps:
+            step.ahead_ns = round(share * (step.began - since_ns))
         return list(self.steps)
-
-    def drift(self) -> tuple[int, float]:
-        """See `streams.StreamClock.drift`."""
-        return self._clock.drift()
 
     def _read(self, wait: bool) -> None:
         """Turn marks of steps into times, of those steps that the device has finished unless it is waited for."""

@@ -239,7 +239,7 @@ class StreamClock:
         return at_ns
 
     def drift(self) -> tuple[int, float]:
-        """When this clock was made, and by how much it has run ahead of the host's since, as a share of the time.
+        """When this clock was made, and by how much it has run ahead of the host's since, as a share of its own time.
 
         Devices have clocks of their own. Waits for the device.
         """
@@ -247,8 +247,8 @@ class StreamClock:
             return self._began_ns, 0.0
         now = self.mark()
         self.has_passed(now, wait=True)
-        now_ns = time.monotonic_ns()
-        return self._began_ns, (self.read(now) - now_ns) / (now_ns - self._began_ns)
+        now_ns, own_ns = time.monotonic_ns(), self.read(now)
+        return self._began_ns, (own_ns - now_ns) / (own_ns - self._began_ns)
 
 
 def run_on_own_stream(device: torch.device, function: Callable[[], None]) -> None:
