@@ -4,7 +4,8 @@ They are registered with ``torch.library.Library``, since a call through ``torch
 much. The operators have no gradients, and have one implementation for all devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,14 +115,6 @@ def add_rows(rows: Tensor, out: Tensor, scale: float = 1.0) -> None:
     torch.ops.ddp_compile.add_rows(rows, out, scale)
 
 
-def _flatten(tensors: Sequence[Tensor], flat: Tensor, scale: float, offsets: Sequence[int] | None) -> None:
-    FlattenPlan(tensors, flat, offsets).flatten(tensors, scale)
-
-
-def _unflatten(flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int] | None) -> None:
-    FlattenPlan(tensors, flat, offsets).unflatten(tensors, scale)
-
-
 def _fake_move(tensors: Sequence[Tensor], flat: Tensor) -> None:
     # If one tensor is on the meta device, real tensors also get here.
     layout.check_flat(flat)
@@ -129,44 +122,34 @@ def _fake_move(tensors: Sequence[Tensor], flat: Tensor) -> None:
         layout.check_tensor(i, tensor, tensor.shape, flat)
 
 
-def _register() -> None:
-    places = "float scale, SymInt[]? offsets"
-    for schema, function, fake in (
-        (
-            f"flatten_scale(Tensor[] tensors, Tensor(a!) flat, {places}) -> ()",
-            _flatten,
-            lambda tensors, flat, *_: _fake_move(tensors, flat),
-        ),
-        (
-            f"unflatten(Tensor flat, Tensor(a!)[] tensors, {places}) -> ()",
-            _unflatten,
-            lambda flat, tensors, *_: _fake_move(tensors, flat),
-        ),
-        (
-            "minmax_u8_compress(Tensor values, int num_chunks, int? skip_chunk) -> Tensor",
-            codec.compress,
-            codec.compressed_like,
-        ),
-        (
-            "minmax_u8_decompress(Tensor compressed, Tensor(a!) out, bool accumulate) -> ()",
-            codec.decompress,
-            lambda compressed, out, _: codec.check_rows(compressed, out),
-        ),
-        (
-            "average_into(Tensor(a!) x, Tensor total, Tensor copy, float count) -> ()",
-            codec.average_into,
-            codec.check_average,
-        ),
-        (
-            "add_rows(Tensor rows, Tensor(a!) out, float scale) -> ()",
-            codec.add_rows,
-            lambda rows, out, _: codec.check_rows_to_add(rows, out),
-        ),
-    ):
-        name = schema.partition("(")[0]
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"ddp_compile::{name}", fake, lib=_LIBRARY)
-
-
-_register()
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # schema: function and fake
+    "flatten_scale(Tensor[] tensors, Tensor(a!) flat, float scale, SymInt[]? offsets) -> ()": (
+        lambda tensors, flat, scale, offsets: FlattenPlan(tensors, flat, offsets).flatten(tensors, scale),
+        lambda tensors, flat, *_: _fake_move(tensors, flat),
+    ),
+    "unflatten(Tensor flat, Tensor(a!)[] tensors, float scale, SymInt[]? offsets) -> ()": (
+        lambda flat, tensors, scale, offsets: FlattenPlan(tensors, flat, offsets).unflatten(tensors, scale),
+        lambda flat, tensors, *_: _fake_move(tensors, flat),
+    ),
+    "minmax_u8_compress(Tensor values, int num_chunks, int? skip_chunk) -> Tensor": (
+        codec.compress,
+        codec.compressed_like,
+    ),
+    "minmax_u8_decompress(Tensor compressed, Tensor(a!) out, bool accumulate) -> ()": (
+        codec.decompress,
+        lambda compressed, out, _: codec.check_rows(compressed, out),
+    ),
+    "average_into(Tensor(a!) x, Tensor total, Tensor copy, float count) -> ()": (
+        codec.average_into,
+        codec.check_average,
+    ),
+    "add_rows(Tensor rows, Tensor(a!) out, float scale) -> ()": (
+        codec.add_rows,
+        lambda rows, out, _: codec.check_rows_to_add(rows, out),
+    ),
+}
+for _schema, (_function, _fake) in _OPERATORS.items():
+    _name = _schema.partition("(")[0]
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ddp_compile::{_name}", _fake, lib=_LIBRARY)
