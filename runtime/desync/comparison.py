@@ -57,14 +57,15 @@ class Comparison:
         if self._added is None:
             return None
         (order, number, counter, text), self._added = self._added, None
+
+        def agree() -> bool:
+            return order.store.add(counter, 0) == len(self._ranks)
+
         try:
-            if order.store.has_come_to(counter, len(self._ranks)):
+            if agree():
                 self._all_have_come(order)
                 return None
-
-            def agree() -> bool:  # ranks that see it later post nothing
-                return order.store.has_come_to(counter, len(self._ranks))
-
+            # Asked again there, since a rank that comes later may find that all agree, and post nothing.
             return self.describe(order, str(number), text, describe, iteration_number, agree)
         except StoreLostError as error:
             self._give_up(order, f"the store of the process group is gone ({error})")
@@ -120,15 +121,12 @@ class Comparison:
     def _count_silence(self, order: ModelOrder, ranks: str, iteration_number: int) -> None:
         order.num_unanswered += 1
         log.warning(
-            "%s: these ranks posted nothing at the end of iteration %d: %s. Either they are late, or they cannot reach"
-            " the store of the process group; nothing was compared",
-            this_rank(),
-            iteration_number,
-            ranks,
+            f"{this_rank()}: these ranks posted nothing at the end of iteration {iteration_number}: {ranks}. Either"
+            " they are late, or they cannot reach the store of the process group; nothing was compared"
         )
         if order.num_unanswered == _MOST_UNANSWERED:
             self._give_up(order, f"some rank did not answer {_MOST_UNANSWERED} times")
 
     def _give_up(self, order: ModelOrder, why: str) -> None:
         order.num_unanswered = _MOST_UNANSWERED
-        log.warning("%s: from now on, ranks that get out of step are not noticed: %s", this_rank(), why)
+        log.warning(f"{this_rank()}: from now on, ranks that get out of step are not noticed: {why}")

@@ -77,10 +77,6 @@ class GroupStore:
         """Add to a counter that starts at 0; returns its new value. Raises StoreLostError."""
         return self.ask(lambda: self._store.add(self._prefix + key, amount))
 
-    def has_come_to(self, counter: str, value: int) -> bool:
-        """Whether a counter has a value. Raises StoreLostError."""
-        return self.add(counter, 0) == value
-
     def delete(self, keys: Sequence[str]) -> None:
         """Delete keys, of which some may not exist, unless that takes memory too. Raises StoreLostError."""
         if not self.only_grows:

@@ -15,7 +15,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,21 +106,18 @@ class DesyncMonitor(AgreementPoints):
 
     def agree_on_algorithm(self, algorithm: str) -> None:
         """Wait until every rank has registered the hook; raises a RanksDifferError for another one, or none in time."""
-        described = self._meet("algorithm", f"registering the {algorithm}", algorithm, "no comm hook")
-        if described is not None:
-            self._raise(error_messages.algorithms_differ(described))
+        self._meet(
+            "algorithm", f"registering the {algorithm}", algorithm, "no comm hook", error_messages.algorithms_differ
+        )
 
     def agree_on_normalizing(self) -> None:
         """Wait until every rank has called ``normalize_by``; raises a RanksDifferError if one has not in time."""
-        described = self._meet("normalizer", "in its first normalize_by()", "called", "not called")
-        if described is not None:
-            self._raise(error_messages.counts_differ(described))
+        self._meet("normalizer", "in its first normalize_by()", "called", "not called", error_messages.counts_differ)
 
     def agree_on_warm_up(self, timeout_s: float) -> None:
         """Wait until every rank has compiled in ``warm_up``; raises RanksDifferError if one has not, or not in time."""
-        described = self._meet("warm-up", "waiting in warm_up()", "done", "not done", timeout_s)
-        if described is not None:
-            self._raise(error_messages.warm_ups_differ(described, timeout_s))
+        differ = partial(error_messages.warm_ups_differ, timeout_s=timeout_s)
+        self._meet("warm-up", "waiting in warm_up()", "done", "not done", differ, timeout_s)
 
     def warm_up_raised(self, error: Exception) -> None:
         """Compiling in ``warm_up`` has raised: the other ranks need not wait for this one."""
@@ -136,13 +134,7 @@ class DesyncMonitor(AgreementPoints):
         Without a store it does not wait; the exchange that follows does. Raises a RanksDifferError if a rank has made
         another call, or none within the process group's timeout.
         """
-        described = self._meet("measurement", f"in {call}", call + begins, "nothing")
-        if described is not None:
-            self._raise(error_messages.measurements_differ(described))
-
-    def _raise(self, error: RanksDifferError) -> NoReturn:
-        self._statuses.raised(error)  # the others will wait for this rank
-        raise error
+        self._meet("measurement", f"in {call}", call + begins, "nothing", error_messages.measurements_differ)
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
@@ -155,27 +147,37 @@ class DesyncMonitor(AgreementPoints):
             self._statuses.raised(error)
             raise
 
-    def _meet(self, kind: str, doing: str, value: str, absent: str, timeout_s: float | None = None) -> str | None:
-        """Wait until every rank has come here; which rank came with which value, None if all have the same.
+    def _meet(
+        self,
+        kind: str,
+        doing: str,
+        value: str,
+        absent: str,
+        differ: Callable[[str], RanksDifferError],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Wait until every rank has come here with the same value; raises what ``differ`` makes of who came with which.
 
-        None as well if there is no store that could say so.
+        It raises nothing if there is no store that could say so.
         """
         if len(self._ranks) == 1:
-            return None
+            return
         self._statuses.note(f"{doing} before iteration", self.iteration_number, waits_for_all=True)
         self._num_meetings += 1
         # Counters of an earlier call in which the ranks differed must not count in this one.
         name = f"{kind}/{self.iteration_number}/{self._num_meetings}"
         try:
-            return self._compare_at(name, value, absent, self._timeout_s if timeout_s is None else timeout_s)
-        except StoreLostError as error:
+            described = self._compare_at(name, value, absent, self._timeout_s if timeout_s is None else timeout_s)
+        except StoreLostError as lost:
             log.warning(
-                "%s: it is not known whether every rank is %s: the store of the process group is gone (%s)",
-                this_rank(),
-                doing,
-                error,
+                f"{this_rank()}: it is not known whether every rank is {doing}: the store of the process group is gone"
+                f" ({lost})"
             )
-            return None
+            return
+        if described is not None:
+            error = differ(described)
+            self._statuses.raised(error)  # the others will wait for this rank
+            raise error
 
     def _compare_at(self, name: str, value: str, absent: str, timeout_s: float) -> str | None:
         keys = {rank: f"{name}/{rank}" for rank in self._ranks}
@@ -183,7 +185,7 @@ class DesyncMonitor(AgreementPoints):
         for _ in pauses(timeout_s, longest_s=1.0):
             if self._store.add(f"{name}/registered", 0) == len(keys):
                 break
-        if self._store.has_come_to(alike, len(keys)):
+        if self._store.add(alike, 0) == len(keys):
             return None
 
         def describe(found: dict[str, str]) -> str:
