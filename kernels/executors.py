@@ -100,6 +100,6 @@ def available(device: torch.device) -> tuple[ImplementationName, str]:
             return "cuda", cuda_module.kernel_device(device).name
     except KernelUnavailableError as error:
         if device.type == "cpu" or torch.cuda.is_available():
-            log.warning("gradients on %s are moved by torch's own operations: %s", device, error)
+            log.warning(f"gradients on {device} are moved by torch's own operations: {error}")
         return "reference", str(error)
     return "reference", f"there are no kernels for devices of type {device.type}"

@@ -233,11 +233,9 @@ class EarlyLaunch:
         for bucket in too_early:
             log.log(
                 warning_level(self._set.process_group),
-                "%s: %s was launched inside the backward before all its gradients were there, because on some rank %s"
-                " got more than one gradient. It is launched again, and will no longer be launched early",
-                this_rank(),
-                bucket.describe(),
-                ", ".join(names),
+                f"{this_rank()}: {bucket.describe()} was launched inside the backward before all its gradients were"
+                f" there, because on some rank {', '.join(names)} got more than one gradient. It is launched again, and"
+                " will no longer be launched early",
             )
             self._queue.launch_again(bucket, [] if self._set.iteration.is_shadow else _own_gradients(bucket))
         for bucket in self._set.buckets:

@@ -257,8 +257,8 @@ def launches_in_backward(split: SplitMode, inner: InnerBackend, process_group: d
         log.log(
             warning_level(process_group),
             "split='backward' needs a backend that is known to compile the operators of ddp_compile (inductor,"
-            " compile_fx, aot_eager), which %s is not: graphs are cut in the forward instead",
-            getattr(inner, "compiler_name", inner),
+            f" compile_fx, aot_eager), which {getattr(inner, 'compiler_name', inner)} is not: graphs are cut in the"
+            " forward instead",
         )
     return can_edit
 

@@ -32,9 +32,8 @@ def compile_graph(
     except Exception as error:
         if not torch_internals.is_request_to_dynamo(error):  # whose error does not say which graph and which rank
             log.error(
-                "%s: %s did not compile. torch._dynamo.config.suppress_errors = True runs such code eagerly, with the"
-                ' same gradients; split="backward" cuts no graph, and backend="aot_eager" compiles nothing',
-                this_rank(),
-                name,
+                f"{this_rank()}: {name} did not compile. torch._dynamo.config.suppress_errors = True runs such code"
+                ' eagerly, with the same gradients; split="backward" cuts no graph, and backend="aot_eager" compiles'
+                " nothing"
             )
         raise

@@ -56,12 +56,8 @@ def replicate(
     for name in kept:
         log.log(
             warning_level(process_group),
-            "%s: model.%s remains the attribute of %s; for that of ddp_compile, call the function: from ddp_compile"
-            " import %s",
-            this_rank(),
-            name,
-            original.__name__,
-            name,
+            f"{this_rank()}: model.{name} remains the attribute of {original.__name__}; for that of ddp_compile, call"
+            f" the function: from ddp_compile import {name}",
         )
 
 

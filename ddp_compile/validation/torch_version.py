@@ -24,12 +24,9 @@ def warn_of_newer_torch(rank: int) -> None:
     """Log a warning on rank 0, once in this process, if the installed torch is newer than all that were tested."""
     if rank == 0 and is_newer_than_tested(torch.__version__):
         log.warning(
-            "%s: torch %s is newer than torch %s, the newest that ddp_compile has been tested with; if something fails"
-            " that works with DistributedDataParallel, install torch %s or a newer ddp_compile",
-            this_rank(),
-            torch.__version__,
-            NEWEST_TESTED,
-            NEWEST_TESTED,
+            f"{this_rank()}: torch {torch.__version__} is newer than torch {NEWEST_TESTED}, the newest that ddp_compile"
+            " has been tested with; if something fails that works with DistributedDataParallel, install torch"
+            f" {NEWEST_TESTED} or a newer ddp_compile"
         )
 
 

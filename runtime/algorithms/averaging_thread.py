@@ -109,9 +109,9 @@ class AveragingThread:
     def _process_ends(self) -> None:
         if self._has_ended is None and self.failure is None and not self.gone:
             log.warning(
-                "%s: the process ends while parameters are averaged, without model.comm_algorithm.abort(), so the"
-                " ranks' parameters differ; the other ranks will raise. Call it on every rank after the last step",
-                this_rank(),
+                f"{this_rank()}: the process ends while parameters are averaged, without model.comm_algorithm.abort(),"
+                " so the ranks' parameters differ; the other ranks will raise. Call it on every rank after the last"
+                " step"
             )
         self.end_alone(Standing.HAS_ENDED)
         self._thread.join(_LAST_WAIT_S)

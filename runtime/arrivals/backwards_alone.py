@@ -39,12 +39,8 @@ class BackwardsAlone:
         self._num_partial += 1
         if self._num_partial == _MOST_ALONE:
             log.warning(
-                "%s: %d backwards have brought gradients, the last one of %d of %d parameters, and the module itself"
-                " has not been called yet: they are not averaged. Call the module, model(x), or apply ddp_compile to"
-                " the submodule that is trained",
-                this_rank(),
-                _MOST_ALONE,
-                len(arrived),
-                self._num_parameters,
+                f"{this_rank()}: {_MOST_ALONE} backwards have brought gradients, the last one of {len(arrived)} of"
+                f" {self._num_parameters} parameters, and the module itself has not been called yet: they are not"
+                " averaged. Call the module, model(x), or apply ddp_compile to the submodule that is trained"
             )
         return ()

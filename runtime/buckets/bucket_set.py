@@ -78,10 +78,10 @@ class BucketSet:
             plan = plan_of_rank_0(proposed, self.process_group, device)
             if plan.digest != proposed.digest:
                 log.warning(
-                    "%s cut its graphs for bucket plan %s (%s) but reduces by rank 0's plan %s (%s):"
-                    " the gradients are the same, but some buckets are launched later than they could be",
-                    *(this_rank(), proposed.digest, number_of(len(proposed.buckets), "bucket")),
-                    *(plan.digest, number_of(len(plan.buckets), "bucket")),
+                    f"{this_rank()} cut its graphs for bucket plan {proposed.digest}"
+                    f" ({number_of(len(proposed.buckets), 'bucket')}) but reduces by rank 0's plan {plan.digest}"
+                    f" ({number_of(len(plan.buckets), 'bucket')}): the gradients are the same, but some buckets are"
+                    " launched later than they could be"
                 )
             of_any = any_rank(flags, self.process_group, device)
         self._install(plan)

@@ -250,8 +250,8 @@ class _Keeper:
         for kept in waiting:
             if not kept.is_finished.wait(max(0.0, deadline - time.monotonic())):
                 log.warning(
-                    "another rank has not received this one's messages within %.0f s; the process ends without waiting",
-                    LONGEST_AT_END_S,
+                    f"another rank has not received this one's messages within {LONGEST_AT_END_S:.0f} s; the process"
+                    " ends without waiting"
                 )
                 return
 

@@ -116,7 +116,7 @@ class AgreementPoints:
             difference = self._fingerprints.describe(self._order, name, text, _describe, self.iteration_number)
         except StoreLostError as error:
             difference = None
-            log.warning("%s: the store is gone (%s), so it cannot say which rank sent what", this_rank(), error)
+            log.warning(f"{this_rank()}: the store is gone ({error}), so it cannot say which rank sent what")
         if difference is not None:
             raise error_messages.ranks_out_of_step(self.iteration_number, difference)
         what = (

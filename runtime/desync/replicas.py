@@ -84,7 +84,7 @@ class Replicas:
         if self._check != "repair" or source == "none" or self._has_repaired:
             raise RanksDifferError(f"{what}. {self._way_out(source)}")
         self._source = int(source)
-        log.warning("%s. The next forward broadcasts all reduced parameters from rank %s", what, source)
+        log.warning(f"{what}. The next forward broadcasts all reduced parameters from rank {source}")
 
     def iteration_ends(self) -> None:
         """The iteration is over, in whatever way."""

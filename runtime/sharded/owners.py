@@ -44,10 +44,8 @@ class Owners:
         if self.worst_of_mean > _UNEVEN:
             log.log(
                 warning_level(process_group),
-                "%s: %s, so a step takes that much longer than an even one. Give the largest parameters to an optimizer"
-                " that works element by element, such as AdamW, or train on fewer ranks",
-                this_rank(),
-                self.describe(),
+                f"{this_rank()}: {self.describe()}, so a step takes that much longer than an even one. Give the largest"
+                " parameters to an optimizer that works element by element, such as AdamW, or train on fewer ranks",
             )
 
 

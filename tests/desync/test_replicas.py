@@ -150,7 +150,7 @@ def test_repair(num_flips: int) -> None:
 def messages_of(function: Callable[[], None]) -> list[str]:
     with mock.patch.object(replicas.log, "warning") as warned:
         function()
-    return [call.args[0] % call.args[1:] for call in warned.call_args_list]
+    return [call.args[0] for call in warned.call_args_list]
 
 
 @on_ranks(3, eagerly=True)
