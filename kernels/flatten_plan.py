@@ -1,10 +1,9 @@
 """Fused flatten-and-scale between the tensors of one bucket and its flat buffer."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Sequence
+from typing import Self
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -45,7 +44,7 @@ class FlattenPlan:
         self._examples = tuple(tensors)
 
     @classmethod
-    def for_bucket(cls, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None) -> FlattenPlan:
+    def for_bucket(cls, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None) -> Self:
         """A plan that outlives the tensors that it is made from. Arguments and errors are those of the class."""
         plan = cls(tensors, flat, offsets)
         _ = plan.views

@@ -1,10 +1,8 @@
 """What was done with each graph, for ``explain()`` and warnings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import fx
 
@@ -36,7 +34,7 @@ class GraphReport(NamedTuple):
     #: By name of the nodes that are named here: the innermost module whose call has the node, and the user's line.
     places: Mapping[str | None, tuple[str | None, SourceLine | None]] = MappingProxyType({})
 
-    def with_places_of(self, gm: fx.GraphModule, names: Mapping[int, str]) -> GraphReport:
+    def with_places_of(self, gm: fx.GraphModule, names: Mapping[int, str]) -> Self:
         """The report with the places of nodes of its graph, given the names of submodules by ``id``."""
         of_declined = [declined.node for declined in (*self.declined, *self.not_cut)]
         named = {*of_declined, *(part.first_node for part in self.parts)}

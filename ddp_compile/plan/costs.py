@@ -3,12 +3,11 @@
 All times are in seconds, all sizes in bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import linear_regression
+from typing import Self
 
 from ddp_compile.errors import number_of
 
@@ -33,9 +32,9 @@ class Collective:
         return self.latency_s + self.s_per_byte * num_bytes
 
     @property
-    def half(self) -> Collective:
+    def half(self) -> Self:
         """A reduce-scatter or an all-gather, if this is an all-reduce."""
-        return Collective(latency_s=self.latency_s / 2, s_per_byte=self.s_per_byte / 2)
+        return replace(self, latency_s=self.latency_s / 2, s_per_byte=self.s_per_byte / 2)
 
 
 #: The latency of a fit that finds none.
@@ -120,7 +119,7 @@ class Costs:
                 " with gather= pass both for every parameter"
             )
 
-    def sharded(self, world_size: int) -> Costs:
+    def sharded(self, world_size: int) -> Self:
         """These costs of an all-reduce with a sharded optimizer: two transfers, and one part to step on each rank."""
         half = self.reduce.half
         return replace(self, reduce=half, gather=half, step_s_per_byte=self.step_s_per_byte / world_size)

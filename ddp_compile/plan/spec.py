@@ -3,8 +3,6 @@
 Pure data and arithmetic: nothing here communicates or touches a graph.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -13,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -188,7 +186,7 @@ class BucketPlan:
         return json.dumps(document, separators=(",", ":"), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> BucketPlan:
+    def from_json(cls, text: str) -> Self:
         """The plan that `to_json` wrote.
 
         Raises:
@@ -221,7 +219,7 @@ class BucketPlan:
         beside.replace(path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """The plan that `save` wrote.
 
         Args:

@@ -3,11 +3,10 @@
 All of it is plain data. ``str`` makes a text of it, `Explanation.to_json` is for programs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Self
 
 from ddp_compile.errors import format_ranks, number_of, shorten_names
 from ddp_compile.plan.spec import BucketPlan
@@ -215,7 +214,7 @@ class Explanation:
         return json.dumps({"version": _JSON_VERSION, "digest": self.plan.digest, **document, "plan": plan})
 
     @classmethod
-    def from_json(cls, text: str) -> Explanation:
+    def from_json(cls, text: str) -> Self:
         """The explanation that `to_json` wrote.
 
         Raises:

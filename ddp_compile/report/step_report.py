@@ -1,12 +1,11 @@
 """What ``model.measure()`` returns: measured steps of all ranks, as text, as files and with advice."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Self
 
 from ddp_compile.errors import number_of, this_rank, with_article
 from ddp_compile.plan.spec import BucketPlan
@@ -29,7 +28,7 @@ class StepReport(MeasuredSteps):
         return json.dumps({**document, "plan": json.loads(self.plan.to_json()), "explanation": explanation})
 
     @classmethod
-    def from_json(cls, text: str) -> StepReport:
+    def from_json(cls, text: str) -> Self:
         """The report of a text that `to_json` has returned.
 
         Raises:

@@ -1,11 +1,10 @@
 """Rates and times on the command line: 100gbit, 20us."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Rate:
             raise ValueError(f"bits_per_second={self.bits_per_second} must be {limits}")
 
     @classmethod
-    def parse(cls, text: str) -> Rate:
+    def parse(cls, text: str) -> Self:
         """The rate of a text such as "100mbit", "2.5gbit" or, for a link that is not shaped, "none", in any case."""
         found = re.fullmatch(r"(?i:none|([0-9]+(?:\.[0-9]+)?)([mg])bit)", text.strip())
         with contextlib.suppress(ValueError):

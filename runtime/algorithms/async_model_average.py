@@ -1,12 +1,10 @@
 """Asynchronous model average: a thread averages the parameters from time to time, and no rank waits for another."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
@@ -126,7 +124,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         """
         return self._gate.inside("writing")
 
-    def __enter__(self) -> AsyncModelAverageAlgorithm:
+    def __enter__(self) -> Self:
         self.resume()
         return self
 

@@ -1,12 +1,10 @@
 """The process groups that the package makes in addition to a module's own, and the nodes of its ranks."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -116,9 +114,7 @@ class NodeGroups:
     leaders: dist.ProcessGroup | None  #: of all nodes; None on a rank that is none
 
     @classmethod
-    def of(
-        cls, process_group: dist.ProcessGroup, device: torch.device, name: str, hierarchical: bool = True
-    ) -> NodeGroups:
+    def of(cls, process_group: dist.ProcessGroup, device: torch.device, name: str, hierarchical: bool = True) -> Self:
         """The nodes of a process group, as the launcher numbered them. Every rank of it calls this.
 
         Args:

@@ -1,11 +1,9 @@
 """What must be equal on all ranks at an agreement point, and the words for differences."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ddp_compile.errors import name_values
 
@@ -39,7 +37,7 @@ class Fingerprint:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Fingerprint:
+    def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
         models = {name: ModelFingerprint(**done) for name, done in fields["models"].items()}
         return cls(number=fields["number"], models=models, order=fields["order"], latest=tuple(fields["latest"]))

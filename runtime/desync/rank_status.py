@@ -8,12 +8,10 @@ take on the single thread of the store's server. If posts stay on a disk forever
 second. A note that is not posted takes less than a microsecond, and its text is not made.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ddp_compile.errors import ReductionError, format_ranks
 from ddp_compile.runtime.desync.gathering import Gathering
@@ -42,7 +40,7 @@ class RankStatus(NamedTuple):
         return f"{self.since} {int(self.failed)} {self.at}"
 
     @classmethod
-    def from_text(cls, text: str) -> RankStatus:
+    def from_text(cls, text: str) -> Self:
         since, failed, at = text.split(" ", 2)
         return cls(at, float(since), failed == "1")
 

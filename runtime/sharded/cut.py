@@ -1,8 +1,7 @@
 """Which elements of a bucket each rank keeps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ class Cut:
     shard_numel: int  #: length of a shard that is not cut short
 
     @classmethod
-    def of(cls, spec: BucketSpec, world_size: int) -> Cut:
+    def of(cls, spec: BucketSpec, world_size: int) -> Self:
         """The cut of a bucket.
 
         Shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients do. So an operator takes the same elements
