@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from ddp_compile import torch_internals
-from ddp_compile.compile.graph_compiler import compile_graph
+from ddp_compile.compile.graph_compiler import compile_graph, compile_partitions
 from ddp_compile.compile.graph_dump import dump_buckets, dump_graph, format_graph_buckets
 from ddp_compile.compile.graph_report import GraphReport, parts_of
-from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FOR_INDUCTOR, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.config import SplitMode
 from ddp_compile.errors import CompilationError, number_of, shorten_names, this_rank, warning_level
