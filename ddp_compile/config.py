@@ -22,8 +22,6 @@ RegionClasses = Literal["auto"] | Sequence[type[Module]]
 #: What to do about parameters that differ between the ranks; False to compare none.
 CheckReplicas = Literal["raise", "repair", False]
 
-_MIB = 1024 * 1024
-
 # Arguments of DistributedDataParallel in torch 2.11 to 2.15 that are refused here, and what to do instead. A test
 # compares them with docs/ddp_parity.md.
 DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
@@ -200,4 +198,4 @@ def cap_bytes_from_mib(setting: str, mib: Any) -> int:
         default = 1 if setting.startswith("first") else 25
         said = f"{setting}={mib!r} must be a positive and finite number of MiB"
         raise ValueError(f"{said}; pass for example {setting}={default}")
-    return max(1, int(mib * _MIB))
+    return max(1, int(mib * 2**20))

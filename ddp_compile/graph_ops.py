@@ -180,5 +180,3 @@ BUCKET_READY = torch.ops.ddp_compile.bucket_ready.default
 MOVE_BUCKET = torch.ops.ddp_compile.move_bucket.default
 HOLD_BACK = torch.ops.ddp_compile.hold_back.default
 AWAIT_PARAMETERS = torch.ops.ddp_compile.await_parameters.default
-#: The operators in backwards.
-OPERATORS = (BUCKET_READY, MOVE_BUCKET, HOLD_BACK)

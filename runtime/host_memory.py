@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +34,10 @@ def keep_freed_memory() -> bool:
     affects the whole process and its forks, and cannot be undone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None or _has_settings_of_its_own(os.environ):
+    has_settings = any(name in os.environ for name in _OWN_SETTINGS) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt is None or has_settings:
         return False
     done = bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
     if done:
         log.info("freed host memory stays with this process; MALLOC_TRIM_THRESHOLD_=134217728 returns more of it")
     return done
-
-
-def _has_settings_of_its_own(environment: Mapping[str, str]) -> bool:
-    return any(name in environment for name in _OWN_SETTINGS) or "malloc" in environment.get("GLIBC_TUNABLES", "")

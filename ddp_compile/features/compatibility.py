@@ -143,17 +143,16 @@ EXCLUSIONS = (
 )
 # fmt: on
 
-_FLAGS = {
-    Feature.FIND_UNUSED: "find_unused_parameters",
-    Feature.SKIP_UNUSED: "skip_all_reduce_unused_params",
-    Feature.STATIC_GRAPH: "static_graph",
-}
-
 
 def in_force(state: ReplicateState, algorithm: CommAlgorithm) -> dict[Feature, str]:
     """The features that a replicated module has, or is to have with this algorithm, each as an error names it."""
     config, delayed = state.config, list(state.config.delayed.named)
-    found = {feature: f"{name}=True" for feature, name in _FLAGS.items() if getattr(config, name)}
+    flags = {
+        Feature.FIND_UNUSED: "find_unused_parameters",
+        Feature.SKIP_UNUSED: "skip_all_reduce_unused_params",
+        Feature.STATIC_GRAPH: "static_graph",
+    }
+    found = {feature: f"{name}=True" for feature, name in flags.items() if getattr(config, name)}
     if state.buffers.synchronized():
         found[Feature.BUFFERS] = "broadcast_buffers=True"
     if delayed:

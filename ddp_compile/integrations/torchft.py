@@ -29,12 +29,12 @@ from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Traits
+from ddp_compile.runtime.desync.replicas import sums_of_bits
 
 # A value v travels as v and _LIMIT - v, whose maxima are the largest value and _LIMIT minus the smallest one. A replica
 # that does not take part sends zeros, which change neither.
 _LIMIT = 2**60
 _COMPARED = ("bucket plan", "number of parameters", "of values", "step", "ended backwards", "checksum of parameters")
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @runtime_checkable
@@ -143,7 +143,7 @@ class _Comparison:
 def _checksum(parameters: Sequence[Tensor]) -> int:
     """Of their bits, from 1 on."""
     tensors = torch_internals.local_tensors([parameter.detach() for parameter in parameters])
-    sums = torch.stack([tensor.view(_BITS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in tensors]).tolist()
+    sums = torch.stack([each for tensor in tensors for each in sums_of_bits([tensor])]).tolist()
     return 1 + functools.reduce(lambda total, value: (31 * total + value) % (_LIMIT - 1), sums, 0)
 
 

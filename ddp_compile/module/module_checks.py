@@ -26,7 +26,9 @@ def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
     if isinstance(module, ReplicatedModule):
         raise ReplicationError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
     refuse_wrappers_inside(module)
-    _check_ignored(module, ignored)
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    if unknown := sorted(ignored - {name for name, _ in named}):
+        raise ReplicationError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
     _check_trainable(reduced_parameters(module, ignored), bool(ignored))
     if hidden := [name for name in names_taken() if defines(module, name)]:
         raise ReplicationError(
@@ -108,13 +110,6 @@ def names_to_ignore(module: nn.Module, names: Iterable[str]) -> frozenset[str]:
     if isinstance(names, str):
         raise TypeError(f"parameters_to_ignore={names!r} is one string; pass a list of names: [{names!r}]")
     return frozenset(names).union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
-def _check_ignored(module: nn.Module, ignored: frozenset[str]) -> None:
-    parameters = module.named_parameters(remove_duplicate=False)
-    names = {name for name, _ in [*parameters, *module.named_buffers(remove_duplicate=False)]}
-    if unknown := sorted(ignored - names):
-        raise ReplicationError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
 
 
 def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bool) -> None:

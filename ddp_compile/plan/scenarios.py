@@ -9,7 +9,6 @@ from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.schedule import predict
 from ddp_compile.plan.spec import BucketPlan, GradientSpec
 
-_MIB = 2**20
 #: Fixed capacities to compare, in MiB.
 _CAPS_MIB = (1, 5, 25, 100)
 
@@ -43,7 +42,7 @@ def scenarios(
     default = plan_buckets(order, default_caps_bytes)
     yield scenario("default buckets", "ddp_compile(model)", default, costs)
     for mib in _CAPS_MIB:
-        plan = plan_buckets(order, [_MIB, mib * _MIB])
+        plan = plan_buckets(order, [2**20, mib * 2**20])
         yield scenario(f"buckets of {mib} MiB", f"ddp_compile(model, bucket_cap_mb={mib})", plan, costs)
     code = 'ddp_compile(model, bucket_plan="FILE")'
     yield scenario("best boundaries", code, fastest_plan(order, costs), costs, is_saved=True)

@@ -103,9 +103,7 @@ def load() -> NativeLibrary:
 
 def _exchange_api() -> int:
     """Address of the C functions for reading a torch.Tensor (DLPack 1.3)."""
-    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        raise KernelUnavailableError(f"torch {torch.__version__} has no DLPack exchange API; use torch 2.11 or newer")
+    capsule = torch.Tensor.__dlpack_c_exchange_api__
     # Its own prototype, since the whole process shares ctypes.pythonapi.
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     get_pointer = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))

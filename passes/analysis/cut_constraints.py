@@ -143,11 +143,6 @@ def is_autocast_enter(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is torch.amp.autocast_mode._enter_autocast
 
 
-def is_autocast_exit(node: fx.Node) -> bool:
-    """Whether the node closes an autocast region."""
-    return node.op == "call_function" and node.target is torch.amp.autocast_mode._exit_autocast
-
-
 def _regions_that_stay_whole(gm: fx.GraphModule) -> list[HeldCuts]:
     autocast = {node.name for node in gm.graph.nodes if is_autocast_enter(node)}
     whole = [[region for region in regions if region not in autocast] for regions in mode_regions(gm).values()]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ddp_compile import torch_internals
-from ddp_compile.passes.analysis.cut_constraints import is_autocast_enter, is_autocast_exit, is_grad_off, mode_regions
+from ddp_compile.passes.analysis.cut_constraints import is_autocast_enter, is_grad_off, mode_regions
 from ddp_compile.passes.analysis.graph_nodes import example_value, is_constant
 from ddp_compile.passes.analysis.views import ViewTrees
 
@@ -153,7 +153,7 @@ class _Partition:
             self._copy(node)
             if is_autocast_enter(node):
                 still_open.append(node)
-            elif is_autocast_exit(node):
+            elif node.target is torch.amp.autocast_mode._exit_autocast:
                 still_open.remove(node.args[0])  # type: ignore[arg-type]
         for enter in reversed(still_open):
             self.graph.call_function(torch.amp.autocast_mode._exit_autocast, (self.new_node[enter],))

@@ -45,12 +45,10 @@ class Accumulators:
         """Whether the backward pass that this thread is in will accumulate into all of these parameters."""
         return torch_internals.are_going_to_run([self._nodes[index] for index in indices])
 
-    def has_prehook(self, index: int) -> bool:
-        return index in self._prehooks
-
     def add_prehook(self, index: int, prehook: Callable[[tuple[Any, ...]], None]) -> None:
-        """Call a function with each gradient that reaches a parameter's node, or with None if it is undefined."""
-        self._prehooks[index] = torch_internals.register_own(self._nodes[index].register_prehook, prehook)
+        """Unless a parameter has one: call a function with each gradient that reaches its node, None if undefined."""
+        if index not in self._prehooks:
+            self._prehooks[index] = torch_internals.register_own(self._nodes[index].register_prehook, prehook)
 
     def run_last(self, index: int, hook: Callable[[object, object], None]) -> None:
         """From a parameter's own hook: run this hook after all others on the parameter and its node.

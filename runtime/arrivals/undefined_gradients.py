@@ -33,8 +33,7 @@ class UndefinedGradients:
     def watch(self, index: int) -> None:
         """Put a prehook on a parameter's node, so that from its next run on it is certain whether its gradient is
         undefined."""
-        if not self._accumulators.has_prehook(index):
-            self._accumulators.add_prehook(index, _prehook_for(weakref.ref(self._set), index))
+        self._accumulators.add_prehook(index, _prehook_for(weakref.ref(self._set), index))
 
     def arrive(self, index: int) -> bool:
         """A parameter's hook has run: whether its gradient is undefined. Raises if a hook has taken it away."""

@@ -43,7 +43,6 @@ class Bucket:
         self.buffer = FlatBuffer(spec, parameters)
         self.gradient_store = gradient_store
         self.param_indices = tuple(gradient.index for gradient in spec.gradients)  #: numbers of its parameters
-        self.position_of = {index: position for position, index in enumerate(self.param_indices)}
         #: Whether a compiled backward that has computed it launches it; the same on every rank.
         self.may_launch_early = False
         self.was_launched_too_early = False  #: the same on every rank
@@ -235,7 +234,7 @@ class Bucket:
         """The positions of those of these parameters that are in it."""
         if not indices:
             return set()
-        return {position for index, position in self.position_of.items() if index in indices}
+        return {position for position, index in enumerate(self.param_indices) if index in indices}
 
     def _contribution(self, position: int, gradient: Tensor | None, sends: bool) -> Tensor:
         """What a parameter sends: its gradient of this iteration, else its earlier ``.grad``, else zeros.

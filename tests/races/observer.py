@@ -40,6 +40,8 @@ _HOST_WAITS = {
     "aten::repeat_interleave.Tensor",
 }
 
+#: The operators by which compiled code calls the reducer.
+_OF_GRAPHS = (graph_ops.BUCKET_READY, graph_ops.MOVE_BUCKET, graph_ops.HOLD_BACK, graph_ops.AWAIT_PARAMETERS)
 
 #: Where kernels of the CPU are started.
 _KERNELS = "kernels/native/"
@@ -59,7 +61,7 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (*graph_ops.OPERATORS, graph_ops.AWAIT_PARAMETERS) and not _any_fake(args):
+        if func in _OF_GRAPHS and not _any_fake(args):
             with self:  # what they do in Python is to be seen
                 return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         result = func(*args, **kwargs)
