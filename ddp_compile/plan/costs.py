@@ -41,16 +41,16 @@ class Collective:
 _LEAST_LATENCY_S = 1e-6
 
 
-def fit_collective(times_s: Mapping[int, float], way_out: str) -> Collective:
+def fit_collective(times_s: Mapping[int, float]) -> Collective:
     """The least-squares line through the times of transfers, in seconds by bytes, of at least two sizes.
 
-    If the times do not grow with the sizes, it raises a ValueError that ends with ``way_out``.
+    Raises a ValueError if the times do not grow with the sizes.
     """
     sizes, times = list(times_s), list(times_s.values())
     slope, intercept = linear_regression(sizes, times)
     if slope <= 0:
         ends = [f"{size} bytes took {times_s[size] * 1e3:.3f} ms" for size in (min(sizes), max(sizes))]
-        raise ValueError(f"{' and '.join(ends)}, so the times give no rate; {way_out}")
+        raise ValueError(f"{' and '.join(ends)}, so the times give no rate; measure more steps")
     if intercept < _LEAST_LATENCY_S:
         (slope, _), intercept = linear_regression(sizes, times, proportional=True), _LEAST_LATENCY_S
     return Collective(latency_s=intercept, s_per_byte=slope)

@@ -11,6 +11,9 @@ from ddp_compile.errors import with_article
 
 DataT = TypeVar("DataT")
 
+#: A report has thousands of objects of one class.
+_types_of = functools.cache(get_type_hints)
+
 
 def from_document(
     cls: type[DataT], document: Any, where: str, known: Mapping[str, Any] = MappingProxyType({})
@@ -33,12 +36,6 @@ def from_document(
     kinds = _types_of(cls)  # type: ignore[arg-type]
     values = {name: _checked(kinds[name], value, f"{where}.{name}") for name, value in document.items()}
     return cls(**values, **known)
-
-
-@functools.cache
-def _types_of(cls: Any) -> dict[str, Any]:
-    """Cached, since a report has thousands of objects of one class."""
-    return get_type_hints(cls)
 
 
 def _checked(kind: Any, value: Any, where: str) -> Any:

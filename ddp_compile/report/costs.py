@@ -69,7 +69,7 @@ def collective_of(report: MeasuredSteps, kind: Kind = "reduce") -> Collective:
             f"the profile has {kind} transfers of {number_of(len(times), 'size')} whose end is known, and a latency and"
             " a rate need at least 2; measure with a smaller bucket_cap_mb"
         )
-    return fit_collective({size: median(each) for size, each in times.items()}, "measure more steps")
+    return fit_collective({size: median(each) for size, each in times.items()})
 
 
 def all_reduce_of(report: MeasuredSteps) -> Collective:

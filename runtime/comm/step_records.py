@@ -25,7 +25,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -201,9 +200,9 @@ class StepRecords(NoRecords):
                 futures: list[Any] = [work.get_future() if isinstance(work, dist.Work) else work for work in works]
             except RuntimeError:  # messages of gloo have none
                 return
-            transfer.num_works = len(futures)
+            transfer.num_works, done = len(futures), transfer.done
             for future in futures:
-                future.add_done_callback(partial(_note_time, transfer.done))
+                future.add_done_callback(lambda _: done.append(time.monotonic_ns()))
 
     def wait_begins(self, kind: Kind, index: int) -> RawTransfer | None:
         transfer = self._latest.get((kind, index))
@@ -284,7 +283,3 @@ class StepRecords(NoRecords):
                 transfer.done = ends
             step.began = self._clock.move_to(step.began)
             self.steps.append(step)
-
-
-def _note_time(times: list[Mark], _future: object) -> None:
-    times.append(time.monotonic_ns())
