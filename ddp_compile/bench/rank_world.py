@@ -124,7 +124,8 @@ class RankWorld:
 
     def exit_code(self, rank: int, pid: int) -> int:
         """Exit code of a case process that has ended."""
-        return self._ask_host(rank, ("join", pid))
+        self._send_to_host(rank, ("join", pid))
+        return self._receive_from_host(rank)
 
     def log_tail(self, rank: int) -> str:
         """The end of the standard error of the rank's processes."""
@@ -214,10 +215,6 @@ class RankWorld:
 
     def _log_path(self, rank: int) -> Path:
         return self.directory / f"rank_{rank}.log"
-
-    def _ask_host(self, rank: int, command: tuple[str, Any]) -> Any:
-        self._send_to_host(rank, command)
-        return self._receive_from_host(rank)
 
     def _send_to_host(self, rank: int, command: tuple[str, Any]) -> None:
         try:
