@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,20 +53,9 @@ def run_iteration(points: AgreementPoints, after_forward: bool = True) -> None:
 
 def on_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     """What each function returns or raises, each on its own thread."""
-    results: list[Any] = [None] * len(functions)
-
-    def run(place: int) -> None:
-        try:
-            results[place] = functions[place]()
-        except Exception as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(len(functions)) as threads:
+        futures = [threads.submit(function) for function in functions]
+    return [future.exception() or future.result() for future in futures]
 
 
 def test_table_of_ranks() -> None:

@@ -1,7 +1,7 @@
 """Models in groups of some ranks, with their own collectives, or in several threads: as with DDP."""
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("each_split")
 
 Gradients = list[list[float]]
 Result = TypeVar("Result")
-WIDTH, NUM_STEPS, THREAD_TIMEOUT_S = 9, 4, 60
+WIDTH, NUM_STEPS = 9, 4
 
 
 class AllReduced(nn.Module):
@@ -91,24 +91,9 @@ def with_collectives_in_its_group(by_ddp: bool) -> list[Gradients]:
 
 def in_threads(*functions: Callable[[], Result]) -> list[Result]:
     """The result of each function, run in its own thread; raises the first exception."""
-    results: dict[int, Result] = {}
-    errors: list[BaseException] = []
-
-    def run(place: int) -> None:
-        try:
-            results[place] = functions[place]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(THREAD_TIMEOUT_S)
-    if errors:
-        raise errors[0]
-    assert len(results) == len(functions), "a thread did not end"
-    return [results[place] for place in range(len(functions))]
+    with ThreadPoolExecutor(len(functions)) as threads:
+        futures = [threads.submit(function) for function in functions]
+    return [future.result() for future in futures]
 
 
 def in_changing_threads(by_ddp: bool) -> list[Gradients]:

@@ -1,6 +1,6 @@
 """The CUDA kernels on a device: arithmetic against float64, streams, threads, graphs, operators, large buffers."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -100,9 +100,7 @@ def test_work_is_done_on_the_current_stream() -> None:
 
 
 def test_two_threads_with_streams_of_their_own() -> None:
-    failures: list[str] = []
-
-    def work(seed: int) -> None:
+    def is_right(seed: int) -> bool:
         # A new thread has no CUDA context until something makes one current: our launch has to.
         tensors, flat = inputs[seed]
         with torch.cuda.stream(streams[seed]):
@@ -110,8 +108,7 @@ def test_two_threads_with_streams_of_their_own() -> None:
                 kernels.flatten_scale(tensors, flat, 0.5)
                 kernels.unflatten(flat, tensors, 2.0)
         streams[seed].synchronize()
-        if not same_bits(flat, expected[seed]):
-            failures.append(f"thread {seed}")
+        return same_bits(flat, expected[seed])
 
     inputs = [
         (
@@ -123,12 +120,8 @@ def test_two_threads_with_streams_of_their_own() -> None:
     expected = [torch.cat(tensors) * 0.5 for tensors, _ in inputs]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(is_right, range(2))) == [True, True]
 
 
 def everything(tensors: list[Tensor], plan: kernels.FlattenPlan, x: Tensor) -> tuple[Tensor, Tensor]:

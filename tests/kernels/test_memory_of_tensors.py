@@ -1,7 +1,7 @@
 """Memory that is misaligned, shared, moved, freed, or used by two threads: refused with nothing written, or correct."""
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -136,21 +136,15 @@ def test_tensors_live_during_copy() -> None:
 def test_two_threads_with_one_plan() -> None:
     flat = torch.arange(20_000.0)
     plan = FlattenPlan.for_bucket(list(flat.clone().split(100)), flat)
-    wrong = []
 
-    def work() -> None:
-        for _ in range(100):
-            mine = list(torch.zeros(20_000).split(100))
-            plan.unflatten(mine)
-            if not torch.equal(torch.cat(mine), flat):
-                wrong.append(1)
+    def is_right() -> bool:
+        mine = list(torch.zeros(20_000).split(100))
+        plan.unflatten(mine)
+        return torch.equal(torch.cat(mine), flat)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(lambda: all(is_right() for _ in range(100))) for _ in range(2)]
+    assert all(each.result() for each in both)
 
 
 def test_decompress_over_itself_is_refused() -> None:
