@@ -274,50 +274,22 @@ def test_refused_programs(calls_before_each_backward: tuple[int, ...], message: 
             loss().backward()
 
 
+@pytest.mark.parametrize(("after_loss", "raising", "factor"), [(False, (0, 1), 1), (True, (0,), 1), (False, (0,), 7)])
 @on_ranks(2, eagerly=True)
-def test_forward_that_raises_is_not_counted() -> None:
-    model, loss, count = model_and_loss()
-    for _ in range(2):
-        model.normalize_by(count)
-        with pytest.raises(IndexError):
-            model(torch.full((1, 1), 99))
-        model.normalize_by(count)
-        value = loss()
-        value.backward()
-        gradient = model.table.weight.grad.clone()
-        model.zero_grad()
-    model.normalize_by(count)
-    loss().backward()
-    torch.testing.assert_close(model.table.weight.grad, gradient, rtol=0, atol=0)
-
-
-@on_ranks(2, eagerly=True)
-def test_forward_that_raises_after_another_was_counted() -> None:
+def test_forward_that_raises_is_not_counted(after_loss: bool, raising: tuple[int, ...], factor: int) -> None:
+    """Before the forward of the step, which then counts again, or between it and its backward."""
     model, loss, count = model_and_loss()
     gradients = []
     for step in range(3):
-        value = loss()
-        model.normalize_by(count)
-        if step > 0 and dist.get_rank() == 0:  # on one rank alone
+        raises = step > 0 and dist.get_rank() in raising
+        value = loss() if after_loss else None
+        if raises:
+            model.normalize_by(factor * count)
             with pytest.raises(IndexError):
                 model(torch.full((1, 1), 99))
-        value.backward()
-        gradients.append(model.table.weight.grad.clone())
-        model.zero_grad()
-    assert all(torch.equal(gradients[0], other) for other in gradients)
-
-
-@on_ranks(2, eagerly=True)
-def test_one_rank_repeats_a_forward_that_was_counted() -> None:
-    model, loss, count = model_and_loss()
-    gradients = []
-    for step in range(3):
-        if step > 0 and dist.get_rank() == 0:
-            model.normalize_by(7 * count)
-            with pytest.raises(IndexError):
-                model(torch.full((1, 1), 99))
-        model.normalize_by(count)
-        loss().backward()
+        if not (raises and after_loss):
+            model.normalize_by(count)
+        (loss() if value is None else value).backward()
         gradients.append(model.table.weight.grad.clone())
         model.zero_grad()
     assert all(torch.equal(gradients[0], other) for other in gradients)
