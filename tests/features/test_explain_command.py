@@ -1,5 +1,6 @@
 """``python -m ddp_compile explain`` says what training on real ranks would say, and what is wrong with its input."""
 
+import json
 import resource
 import subprocess
 import sys
@@ -88,6 +89,16 @@ def test_capacities_of_another_device(capsys: pytest.CaptureFixture[str]) -> Non
         out = capsys.readouterr().out
         assert f"\nassumed capacities: {said}, the default for {device}; --device" in out
         assert ("; bucket_cap_mb=[1, 64]\n" in out) == (device == "cuda")
+
+
+def test_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "explanation.json"
+    options = ["--split", "forward", "--bucket-cap-mb", str(CAP_MIB), "--json", str(data)]
+    assert main(["explain", "explained:layers", *options]) == 0
+    document, out = json.loads(data.read_text()), capsys.readouterr().out
+    assert "launched early: after the backward of a partition\n" in out
+    assert "not launched early: all gradients are there only when the backward of the graph ends\n" in out
+    assert (document["model"], document["launches"][0]["is_early"]) == ("Layers", True)
 
 
 def test_help_and_wrong_words_import_no_torch() -> None:
