@@ -1,16 +1,13 @@
 """The plan of a module: it grows frame by frame, is sealed, and has its tail packed again."""
 
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from plans import gradient, gradients, members, plan_in_frames, random_gradients
 
-from ddp_compile.plan import builder as plan_builder
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.packing import pack
-from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec
+from ddp_compile.plan.spec import BucketPlan, GradientSpec
 
 
 def test_order_of_frames_and_tail() -> None:
@@ -52,29 +49,6 @@ def test_frames_are_numbered_as_in_the_plan(seed: int) -> None:
         assert found == [b for b in plan.buckets if {g.index for g in b.gradients} & set(shown)]
         assert sorted(plan.bucket_of_parameter) == list(range(len(specs)))
         assert {b.layout for b in plan.buckets} == {"ddp" if number >= seed else "padded"}
-
-
-def test_frames_pack_only_new_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = []
-
-    def counting(specs: Sequence[GradientSpec], *args: Any, **kwargs: Any) -> list[BucketSpec]:
-        packed.append(len(specs))
-        return pack(specs, *args, **kwargs)
-
-    monkeypatch.setattr(plan_builder, "pack", counting)
-    builder = PlanBuilder(gradients(*[100] * 1000), [400])
-    for start in range(0, 1000, 50):
-        assert len(builder.add_frame(range(start, start + 50))) == 50
-    assert sum(packed) == 1000
-
-
-def test_reorder_tail() -> None:
-    builder = PlanBuilder(gradients(*[100] * 7), [801])
-    builder.add_frame([2, 1])
-    builder.seal(builder.propose())
-    assert members(builder.sealed.buckets) == [[2, 1], [6, 5, 4], [3, 0]]
-    assert members(builder.reorder_tail([3, 6, 2, 0, 1, 5, 4]).buckets) == [[3, 6, 0], [2, 1], [5, 4]]
-    assert builder.sealed.generation == 0  # nothing is installed yet
 
 
 @pytest.mark.parametrize("seed", range(10))
