@@ -4,7 +4,7 @@ import json
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -13,23 +13,11 @@ from ddp_compile import ddp_compile
 WIDTH = 16
 
 
-class Layers(nn.Module):
-    """Only products: inductor's own kernels would take a C++ compiler seconds, and do not change keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def train(num_layers_a_bucket: int | None) -> tuple[int, bool]:
     """How many buckets may be launched early, and whether gradients are right. None stands for plain torch.compile."""
     torch.manual_seed(0)
-    module, reference = Layers(), Layers()
+    # Only products: inductor's own kernels would take a C++ compiler seconds, and do not change keys.
+    module, reference = (nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]) for _ in range(2))
     reference.load_state_dict(module.state_dict())
     if num_layers_a_bucket is None:
         call = torch.compile(module)
