@@ -9,30 +9,16 @@ import torch.distributed as dist
 from simulated_groups import FAST, PAYLOAD_BYTES, SLOW, SLOW_S, WORLD_SIZE, payload, shortest_s, simulated_group
 from torch import Tensor
 
-from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group, set_link_model
+from ddp_compile.bench.simulated_link import LinkModel, set_link_model
 from ddp_compile.runtime.sharded.transfers import REDUCTION_TAG
 
 pytestmark = pytest.mark.alone
 SHARD = PAYLOAD_BYTES // 4 // WORLD_SIZE
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LinkModel(world_size=1, alpha_s=0.0, bytes_per_second=1.0), "world_size=1 must be .* at least 2"),
-        (lambda: LinkModel.from_rate(1e9, world_size=2.5), "world_size=2.5 must be an integer"),  # type: ignore[arg-type]
-        (lambda: LinkModel(world_size=2, alpha_s=-1.0, bytes_per_second=1.0), "alpha_s=-1.0 must be at least 0"),
-        (lambda: LinkModel(world_size=2, alpha_s=0.0, bytes_per_second=0.0), "bytes_per_second=0.0 must be positive"),
-        (lambda: LinkModel.from_rate(float("inf"), world_size=2), "bits_per_second=inf must be positive and finite"),
-        (lambda: init_simulated_process_group(FAST, torch.device("meta")), "device=meta must be a CPU or a CUDA"),
-        (lambda: init_simulated_process_group(FAST, torch.device("cuda", 99)), "device=cuda:99 must be one of"),
-        (lambda: set_link_model(FAST), "default process group None is not simulated"),
-    ],
-)
-def test_bad_input_is_refused_by_name(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-    assert not dist.is_initialized()
+def test_one_rank_has_no_link() -> None:
+    with pytest.raises(ValueError, match=r"world_size=1 must be .* at least 2"):
+        LinkModel(world_size=1, alpha_s=0.0, bytes_per_second=1.0)
 
 
 @pytest.mark.parametrize(
