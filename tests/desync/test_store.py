@@ -25,7 +25,7 @@ from ddp_compile.runtime.desync import comparison, gathering, rank_status
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints, ForwardsLeftOut
 from ddp_compile.runtime.desync.gathering import Gathering
 from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
-from ddp_compile.runtime.desync.model_order import ModelOrder, is_agreement_point
+from ddp_compile.runtime.desync.model_order import ModelOrder
 from ddp_compile.runtime.desync.rank_status import RankStatus, RankStatuses, format_rank_statuses
 
 PLAN = BucketPlan(())
@@ -124,23 +124,6 @@ def two_models_on_each_rank() -> list[tuple[AgreementPoints, AgreementPoints]]:
         )  # type: ignore[misc]
         for rank, order in enumerate(orders)
     ]
-
-
-@pytest.mark.parametrize("at", [1, 3, 31])
-def test_models_in_another_order(at: int) -> None:
-    """Of which there is one in the same iteration of the process group on every rank."""
-    ranks = two_models_on_each_rank()
-    for number in range(1, 65):
-        of_iteration = [models[(number + (rank == 1 and number >= at)) % 2] for rank, models in enumerate(ranks)]
-        for points in of_iteration:
-            run_iteration(points)
-        errors = compare_all(of_iteration)
-        if any(errors):
-            break
-    assert number == next(n for n in range(at, 65) if is_agreement_point(n))
-    for error in errors:
-        assert isinstance(error, RanksDifferError)
-        assert f"iteration {at} of the process group paired different messages: the gradients of model" in str(error)
 
 
 def test_models_with_own_groups() -> None:
