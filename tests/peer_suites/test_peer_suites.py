@@ -1,11 +1,10 @@
 """The verdicts on torch's own tests with ddp_compile; run.py runs the tests themselves."""
 
 import ast
-from pathlib import Path
 
 import pytest
 from peer_suites.torch_suites import for_cpu, reaches_ddp
-from peer_suites.verdict import COMPILED, FAILED, KINDS, LIST, PASSED, REFUSED, Listed, judge, read_list
+from peer_suites.verdict import COMPILED, FAILED, PASSED, REFUSED, Listed, judge
 
 CREATE_GRAPH = Listed(REFUSED, "create_graph=True", "the mean does not lead back")
 ZEROS = Listed(COMPILED, "zeros, not None", "AOTAutograd computes them")
@@ -56,18 +55,6 @@ def test_a_listed_test_has_to_fail_as_it_says(
     passed: bool, error: str, listed: Listed | None, eagerly: bool, row: str
 ) -> None:
     assert judge(passed, error, listed, lambda: eagerly)[0] == row
-
-
-def test_what_is_listed_has_a_reason_and_an_error() -> None:
-    assert {entry.kind for entry in read_list().values()} == set(KINDS)
-
-
-@pytest.mark.parametrize("line", ['kind = "flaky"\nerror = "x"\nwhy = "y"', 'kind = "refused"\nerror = ""\nwhy = "y"'])
-def test_a_line_without_a_reason_is_refused(line: str, tmp_path: Path) -> None:
-    file = tmp_path / LIST.name
-    file.write_text(f"[test_x]\n{line}\n")
-    with pytest.raises(ValueError, match="test_x"):
-        read_list(file)
 
 
 def test_tests_are_found_by_their_helpers() -> None:
