@@ -36,21 +36,6 @@ def test_kernels_are_used() -> None:
     assert torch.cuda.get_device_name() in of_cuda.reason and "sm_" in of_cuda.reason
 
 
-@pytest.mark.parametrize("num_tensors", [1, 31, 200, 1361, 5000])
-@pytest.mark.parametrize(("dtype", "flat_dtype"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)])
-def test_products(num_tensors: int, dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
-    numels = [1 + (i * 7919) % 1999 for i in range(num_tensors)]
-    tensors = [values_of(numel, dtype, i) for i, numel in enumerate(numels)]
-    flat = torch.full((sum(numels) + 5,), POISON, dtype=flat_dtype, device=CUDA)
-    kernels.flatten_scale(tensors, flat, 1 / 3)
-    values = torch.cat(tensors)
-    assert same_bits(flat[:-5], rounded_product(values, 1 / 3, flat_dtype))
-    assert (flat[-5:] == POISON).all()
-    back = [torch.full_like(tensor, POISON) for tensor in tensors]
-    kernels.unflatten(flat, back)
-    assert same_bits(torch.cat(back), flat[:-5].to(dtype))
-
-
 def test_mixed_dtypes_and_layouts() -> None:
     tensors = [values_of(50 + 37 * i, DTYPES[i % 3], i) for i in range(20)]
     tensors += [values_of(600, torch.float32).view(20, 30).t(), values_of(9, torch.float32).double()]

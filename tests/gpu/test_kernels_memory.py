@@ -36,13 +36,16 @@ def test_places_of_all_alignments(dtype: torch.dtype, flat_dtype: torch.dtype) -
             assert (o[:start] == POISON).all() and (o[start + n :] == POISON).all()
 
 
-@pytest.mark.parametrize("num_tensors", [0, 1, 33, 169, 1361])
+@pytest.mark.parametrize("num_tensors", [0, 1, 33, 169, 1361, 5000])
 def test_any_number_of_tensors(num_tensors: int) -> None:
     numels = [i % 11 for i in range(num_tensors)]
     tensors = list(values_of(sum(numels), torch.float32).split(numels)) if num_tensors else []
     flat = torch.full((sum(numels) + 1,), POISON, device="cuda")
     kernels.flatten_scale(tensors, flat, 0.5)
     assert same_bits(flat, torch.cat([*(tensor * 0.5 for tensor in tensors), torch.full((1,), POISON, device="cuda")]))
+    back = [torch.full_like(tensor, POISON) for tensor in tensors]
+    kernels.unflatten(flat, back, 2.0)
+    assert same_bits(torch.cat([*back, flat[-1:] * 2.0]), flat * 2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
