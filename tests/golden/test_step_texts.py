@@ -9,7 +9,9 @@ from ddp_compile.report.steps import Step
 
 
 def test_nothing_is_sent() -> None:
-    assert_expected_inline(str(Step(number=1, ranks=(rank_step(0),))), """compute 100 ms""")
+    step = Step(number=1, ranks=(rank_step(0),))
+    assert_expected_inline(str(step), """compute 100 ms""")
+    assert step.most_exposed_bucket is None
 
 
 def test_ends_are_not_known_and_launches_wait() -> None:

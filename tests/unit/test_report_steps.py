@@ -60,12 +60,6 @@ def test_bucket_launched_twice() -> None:
     assert step.exposed_by_bucket == pytest.approx({0: 0.03})
 
 
-def test_no_communication() -> None:
-    step = Step(number=1, ranks=(rank_step(0),))
-    assert (step.communication_s, step.exposed_s, step.most_exposed_bucket) == (0, 0, None)
-    assert step.lateness_s(0) == 0 and step.computation_s == step.duration_s
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
