@@ -39,14 +39,6 @@ def test_capacity_is_not_positive(value: object) -> None:
     )
 
 
-def test_default_capacities() -> None:
-    assert caps_from_mib(None, 1.0, "cpu") == (MIB, 5 * MIB)
-    assert caps_from_mib(None, 1.0, "cuda") == caps_from_mib(None, 1.0, "cuda", 200) == (MIB, 25 * MIB)
-    assert caps_from_mib(None, 1.0, "cuda", 512) == (MIB, 64 * MIB)
-    assert caps_from_mib(None, 1.0, "cpu", 512) == (MIB, 5 * MIB)
-    assert caps_from_mib(25, 1.0, "cuda", 512) == (MIB, 25 * MIB)
-
-
 @pytest.mark.parametrize("name", DDP_ARGUMENTS_REPLACED)
 def test_arguments_of_ddp_that_are_off(name: str) -> None:
     refuse_unknown_arguments({name: None})

@@ -73,10 +73,3 @@ def test_every_row_is_tested_in_ci(markers: dict[str, list[str]]) -> None:
 
 def test_page(markers: dict[str, list[str]]) -> None:
     assert PAGE.read_text() == format_page(ROWS, markers), "run make parity"
-
-
-def test_row_of_inductor(markers: dict[str, list[str]]) -> None:
-    (row,) = [row for row in ROWS if row.name == "with inductor"]
-    with_inductor = {case for case, marks in markers.items() if "inductor" in marks}
-    assert set(write_page.cases_of(row, markers)) == with_inductor
-    assert len(with_inductor) >= 12
