@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from averages import Simulation, error_of, make_adamw, make_model, train_step
 from beside import flat_of, is_same_everywhere, of_all_ranks
+from compression import coded
 from in_ci import only
 from rank_pool import on_ranks
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ddp_compile import ReductionError, ReplicationError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import DiLoCo
-from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 
 STEPS = 10
 BYTES = DiLoCo(
@@ -66,12 +66,6 @@ def parts_of(module: nn.Module, config: DiLoCo, size: int) -> list[Part]:
     return parts
 
 
-def rounded(values: Tensor) -> Tensor:
-    result = torch.empty_like(values)
-    minmax_u8_decompress(minmax_u8_compress(values), result)
-    return result
-
-
 def mean_of(deltas: list[Tensor], part: Part, wire_dtype: torch.dtype) -> Tensor:
     size, numel = len(deltas), len(deltas[0])
     if wire_dtype is not torch.uint8 or size == 1:
@@ -81,11 +75,11 @@ def mean_of(deltas: list[Tensor], part: Part, wire_dtype: torch.dtype) -> Tensor
     for delta, lost in zip(deltas, part.lost, strict=True):
         lost[:numel] += delta
         for owner, chunk in enumerate(lost.chunk(size)):
-            sums[owner].add_(rounded(chunk), alpha=1 / size)  # to the last bit, on which a code may depend
-            chunk -= rounded(chunk)
+            sums[owner].add_(coded(chunk), alpha=1 / size)  # to the last bit, on which a code may depend
+            chunk -= coded(chunk)
     for total, lost in zip(sums, part.lost_of_sums, strict=True):
-        lost.copy_(total - rounded(total))
-    return torch.cat([rounded(total) for total in sums])[:numel]
+        lost.copy_(total - coded(total))
+    return torch.cat([coded(total) for total in sums])[:numel]
 
 
 def simulate(simulation: Simulation, config: DiLoCo) -> Iterator[list[Part]]:

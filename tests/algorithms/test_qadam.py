@@ -18,6 +18,7 @@ from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from ways_to_train import regulariser_last, unscaled_and_clipped
 
 from ddp_compile import RanksDifferError, ReplicationError, ddp_compile
 from ddp_compile.optim import QAdam
@@ -173,12 +174,6 @@ def reduced_twice(model: Any, optimizer: Any, x: Tensor) -> None:
     optimizer.step()
 
 
-def regularized(model: Any, optimizer: Any, x: Tensor) -> None:
-    loss_of(model(x)).backward()
-    (0.1 * next(model.parameters()).square().sum()).backward()
-    optimizer.step()
-
-
 def closure(model: Any, optimizer: Any, x: Tensor) -> None:
     def compute() -> Tensor:
         optimizer.zero_grad()
@@ -201,28 +196,25 @@ def scaled(model: Any, optimizer: Any, x: Tensor) -> None:
         scaler.update()
 
 
-def scaled_and_clipped(model: Any, optimizer: Any, x: Tensor) -> None:
-    (1024 * loss_of(model(x))).backward()
-    for parameter in model.parameters():
-        parameter.grad.div_(1024)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    optimizer.step()
-
-
-WAYS = [reduced_twice, regularized, closure, scaled, scaled_and_clipped]
+WAYS = [reduced_twice, closure, scaled]
+WAYS_BEFORE_A_STEP = [regulariser_last, unscaled_and_clipped]
 
 
 @on_ranks(2)
 def test_gradients_after_warm_up() -> None:
     worst = {}
-    for way in WAYS:
+    for way in [*WAYS, *WAYS_BEFORE_A_STEP]:
         # A bucket of the regularized model is launched early, and again when the regularizer has come.
-        settings = {"backend": "aot_eager", "split": "backward"} if way is regularized else {}
+        settings = {"backend": "aot_eager", "split": "backward"} if way is regulariser_last else {}
         pairs = both(lambda: Mlp(17, 2), 2, **settings)
         for step in range(4):
             for model, optimizer in pairs:
                 optimizer.zero_grad()
-                way(model, optimizer, own_batch(step, 17, 6))
+                if way in WAYS:
+                    way(model, optimizer, own_batch(step, 17, 6))
+                else:
+                    way(model, own_batch(step, 17, 6), step)
+                    optimizer.step()
         worst[way.__name__] = difference_of_momenta(pairs)
     assert all(each < 0.05 for each in worst.values()), worst  # what is forgotten, or counted twice, is off by more
 
