@@ -1,5 +1,6 @@
 """Local forwards between others. Transitions that are refused: features/test_interrupted_iterations.py."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,18 +46,6 @@ def test_local_forward_between_forwards_and_their_backward() -> None:
     assert sent == [0]
 
 
-def test_forward_that_raises_before_a_local_one() -> None:
-    model = replicated(sent := [])
-    with pytest.raises(RuntimeError, match=r"mat1 and mat2|reduction dim"):
-        model(torch.ones(2, 5))
-    with model.no_sync():
-        local = model(torch.ones(2, 3))
-    local.sum().backward()  # not taken for the backward that cannot come
-    assert sent == []
-    model(torch.ones(2, 3)).sum().backward()
-    assert sent == [0]
-
-
 def test_local_forward_after_a_backward_without_all_gradients() -> None:
     model = replicated(sent := [])
     model(torch.ones(2, 3), uses_bias=False).sum().backward()
@@ -70,6 +59,11 @@ def test_local_forward_after_a_backward_without_all_gradients() -> None:
 def saliency(model: Any) -> None:
     x = torch.ones(2, 3, requires_grad=True)
     torch.autograd.grad(model(x).sum(), x)
+
+
+def raising_forward(model: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2|reduction dim"):
+        model(torch.ones(2, 5))
 
 
 def failing_backward(model: Any) -> None:
@@ -86,20 +80,24 @@ def interrupted_forward(model: Any) -> None:
     model.is_interrupted = False
 
 
-@pytest.mark.parametrize("before", [saliency, failing_backward, interrupted_forward])
-def test_local_backward_after_a_forward_without_gradients(before: Any) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("before", [saliency, raising_forward, failing_backward, interrupted_forward])
+def test_local_backward_after_a_forward_without_gradients(before: Any, inside: bool) -> None:
     model = replicated(sent := [])
     before(model)
     with model.no_sync():
-        model(torch.ones(2, 3)).sum().backward()
+        loss = model(torch.ones(2, 3)).sum()
+    with model.no_sync() if inside else nullcontext():
+        loss.backward()  # not taken for the backward that cannot come
     assert sent == []
     model(torch.ones(2, 3)).sum().backward()
     assert sent == [0]
 
 
+@pytest.mark.parametrize("method", ["__call__", "forward"])
 @pytest.mark.parametrize("order", ["ABab", "ABba", "BAab", "BAba"])
-def test_backwards_of_a_forward_and_of_a_local_one_in_any_order(order: str) -> None:
-    """A: a forward, B: a local forward, a and b: their backwards."""
+def test_backwards_of_a_forward_and_of_a_local_one_in_any_order(order: str, method: str) -> None:
+    """A: a forward, B: a local forward, a and b: their backwards. The next forward may be called as a method."""
     model, losses = replicated(sent := []), {}
     for action in order:
         if action == "A":
@@ -110,7 +108,7 @@ def test_backwards_of_a_forward_and_of_a_local_one_in_any_order(order: str) -> N
         else:
             losses.pop(action).backward()
             assert sent == [0] * ("a" not in losses), action
-    model(torch.ones(2, 3)).sum().backward()
+    getattr(model, method)(torch.ones(2, 3)).sum().backward()
     assert sent == [0, 0]
 
 
@@ -131,15 +129,3 @@ def test_local_backward_through_a_reentrant_checkpoint() -> None:
         local = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
     local.sum().backward()  # the forward with gradients is the recomputation, outside no_sync
     assert sent == [0]
-
-
-def test_backward_of_a_method_after_a_local_one() -> None:
-    model = replicated(sent := [])
-    loss = model(torch.ones(2, 3)).sum()
-    with model.no_sync():
-        local = model(torch.ones(2, 3)).sum()
-    loss.backward()
-    local.backward()
-    assert sent == [0]
-    model.forward(torch.ones(2, 3)).sum().backward()
-    assert sent == [0, 0]
