@@ -19,21 +19,6 @@ def places_in(flat: Tensor) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_places_and_storages(dtype: torch.dtype) -> None:
-    flat = torch.zeros(40, dtype=dtype)
-    places = places_in(flat)
-    views = GradientViews(places)
-    for i, (view, place) in enumerate(zip(views.tensors, places, strict=True)):
-        view.fill_(i + 1)
-        assert view.shape == place.shape and view.stride() == place.stride() and view.dtype == dtype
-        assert torch.equal(view, place)
-        assert view.untyped_storage().nbytes() == place.numel() * place.element_size()
-        view.detach_()  # as users do with .grad
-    del view
-    assert views.are_free()
-
-
 @pytest.mark.parametrize(
     "take",
     [lambda view: view, Tensor.t, Tensor.detach, Tensor.numpy, Tensor.untyped_storage],
