@@ -147,6 +147,7 @@ def test_auto_leaves_a_later_graph_whole() -> None:
     assert later.not_cut
     explained = str(model.explain())
     assert "graph 1: 6 buckets, launched inside its backward\n  not cut in the forward at " in explained
+    assert "\n  at output: bucket 5 is ready when the graph ends\n" in explained  # in no module
 
 
 class SparseInTheMiddle(nn.Module):
