@@ -149,19 +149,14 @@ class Message:
 def test_message_is_waited_for_once() -> None:
     messages = [Message() for _ in range(5)]
     transfer = Transfer(messages)  # type: ignore[arg-type]
-    seen: list[bool] = []
 
-    def wait(wait_for: Callable[[], None]) -> None:
+    def wait(wait_for: Callable[[], None]) -> bool:
         wait_for()
-        seen.append(all(message.num_waits == 1 for message in messages))
+        return all(message.num_waits == 1 for message in messages)
 
     waits = [transfer.wait, transfer.wait_for_others, transfer.wait]
-    threads = [threading.Thread(target=wait, args=(each,)) for each in waits]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [True] * 3 and transfer.is_done
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(wait, waits)) == [True] * 3 and transfer.is_done
 
 
 def test_lost_rank_holds_up_no_message() -> None:

@@ -366,19 +366,15 @@ def test_owner_of_store_stays() -> None:
     assert owner._store.ends_here
     for statuses in (owner, other):
         statuses.fail(": failed")
-    read_at: list[float] = []
 
-    def report_late() -> None:
-        time.sleep(0.5)
-        other.report()
-        read_at.append(time.monotonic())
+    def end_of_report(statuses: RankStatuses, begins_after_s: float) -> float:
+        time.sleep(begins_after_s)
+        statuses.report()
+        return time.monotonic()
 
-    thread = threading.Thread(target=report_late)
-    thread.start()
-    owner.report()
-    stayed_until = time.monotonic()
-    thread.join()
-    assert read_at[0] - 0.3 < stayed_until < read_at[0] + 2.0
+    ends = [functools.partial(end_of_report, owner, 0.0), functools.partial(end_of_report, other, 0.5)]
+    stayed_until, read_at = on_threads(ends)
+    assert read_at - 0.3 < stayed_until < read_at + 2.0
 
 
 def test_owner_of_store_does_not_stay_forever(monkeypatch: pytest.MonkeyPatch) -> None:
