@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -77,6 +77,18 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         with nullcontext() if is_last else model.no_sync():
             loss_of(model(batch(dist.get_rank(), step, micro_step))).backward()
     optimizer.step()
+
+
+def closure_of(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> Callable[[], Tensor]:
+    """What ``optimizer.step`` may call for the loss."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(x))
+        loss.backward()
+        return loss
+
+    return closure
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from averages import Simulation, batch, error_of, make_adamw, make_model, on_nodes, train_step
+from averages import Simulation, batch, closure_of, error_of, make_adamw, make_model, on_nodes, train_step
 from beside import flat_of, gathered, is_same_everywhere, of_all_ranks, seeded
 from compression import make_qadam
 from in_ci import only
@@ -375,13 +375,7 @@ def test_averaging_in_place_after_a_closure() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     places = [(p.stride(), p.untyped_storage().data_ptr()) for p in model.parameters()]
     for step in range(6):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model(batch(dist.get_rank(), step, 0)))
-            loss.backward()
-            return loss
-
+        closure = closure_of(model, optimizer, batch(dist.get_rank(), step, 0))
         if step == 4 and dist.get_rank() == 1:  # no agreement point is in the next two iterations
             closure()  # and no step: the other rank waits in its own until the next forward of this one
         else:
@@ -396,14 +390,7 @@ def test_averaging_in_place_after_a_closure() -> None:
 def test_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> None:
     model, _ = make_model(config)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model(batch(0, 0, 0)))
-        loss.backward()
-        return loss
-
-    said = error_of(ReplicationError, lambda: optimizer.step(closure))
+    said = error_of(ReplicationError, lambda: optimizer.step(closure_of(model, optimizer, batch(0, 0, 0))))
     assert said.startswith("a step of LBFGS calls its closure again. With the")
 
 

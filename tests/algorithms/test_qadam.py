@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from averages import batch, error_of, micro_steps_of, train_step
+from averages import batch, closure_of, error_of, micro_steps_of, train_step
 from beside import is_same_everywhere, own_batch, seeded
 from compression import DECAYED, DECOUPLED, WARMUP_STEPS, byte_grad_of, make_qadam
 from in_ci import only
@@ -175,13 +175,7 @@ def reduced_twice(model: Any, optimizer: Any, x: Tensor) -> None:
 
 
 def closure(model: Any, optimizer: Any, x: Tensor) -> None:
-    def compute() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model(x))
-        loss.backward()
-        return loss
-
-    assert optimizer.step(compute).item() > 0
+    assert optimizer.step(closure_of(model, optimizer, x)).item() > 0
 
 
 def scaled(model: Any, optimizer: Any, x: Tensor) -> None:
