@@ -177,24 +177,6 @@ def test_missing_step_is_named(overlap: bool) -> None:
     assert missing in said or "modified by an inplace operation" in said
 
 
-@on_ranks(3, eagerly=True)
-def test_step_gathers_once_without_waiting() -> None:
-    pair = Pair("muon")
-    pair.train(0)
-    loss_of(pair.model(batch(1))).backward()
-    waits, transfers = [], pair.model.comm_algorithm._transfers
-    gathers, all_gather = [], transfers.all_gather
-    with pytest.MonkeyPatch.context() as patch:
-        for function in ("all_reduce", "broadcast", "all_gather_object", "all_to_all_single"):
-            patch.setattr(dist, function, lambda *_args, **_options: waits.append(1))
-        patch.setattr(Transfer, "wait", lambda _transfer: waits.append(1))
-        patch.setattr(transfers, "all_gather", lambda flat, cut: gathers.append(1) or all_gather(flat, cut))
-        for each in pair.optimizers:
-            each.step()
-    assert not waits and len(gathers) == len(pair.model.bucket_plan.buckets) > 2
-    pair.model.await_parameters()
-
-
 @on_ranks(2, eagerly=True)
 def test_a_step_that_is_refused_has_not_begun() -> None:
     pair = Pair("muon")
