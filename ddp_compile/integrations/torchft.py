@@ -11,8 +11,6 @@ not commit what it may have sent before.
 This module does not import torchft: it calls the manager that it is given.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +95,7 @@ class ManagedAllReduceAlgorithm(CollectiveChain):
             self._comparisons.append(self._compare(1, 0))
             self._end_comparisons()
 
-    def _compare(self, num_ended: int, checksum: int) -> _Comparison:
+    def _compare(self, num_ended: int, checksum: int) -> "_Comparison":
         values = (*self._values, num_ended, checksum)
         sent = torch.tensor([*values, *(_LIMIT - value for value in values)], device=self._parameters[0].device)
         if self.num_collectives == 2 and not num_ended:  # torchft may bring the ranks of a replica apart

@@ -9,8 +9,6 @@ Functions made here behave differently depending on whether Dynamo traces them o
 at the frame of such a function, because its code is marked as skipped.
 """
 
-from __future__ import annotations
-
 import linecache
 import os
 import re
@@ -27,7 +25,7 @@ from ddp_compile.torch_internals.autograd import never_compile
 
 class GraphBreak(NamedTuple):
     reason: str  #: Dynamo's reason, in one line
-    place: SourceLine  #: of the innermost code that is neither torch's nor Python's own
+    place: "SourceLine"  #: of the innermost code that is neither torch's nor Python's own
 
 
 class GraphBreaks:

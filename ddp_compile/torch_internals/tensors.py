@@ -1,7 +1,5 @@
 """Fake tensors, symbolic sizes, shared memory, and kinds of tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -69,7 +67,7 @@ def is_plain_tensor(value: Tensor) -> bool:
     )
 
 
-def is_dtensor(value: object) -> TypeGuard[DTensor]:
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
     module = sys.modules.get("torch.distributed.tensor")  # not imported here, which takes long
     return module is not None and isinstance(value, module.DTensor)
 

@@ -1,7 +1,5 @@
 """The reduced parameters of each replicated module: which have changed, and which two modules share."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Container, Iterator, Mapping
@@ -14,7 +12,7 @@ from ddp_compile.runtime.comm import error_messages
 from ddp_compile.validation.wrappers import reducing_wrappers_inside
 
 # Of all replicated modules.
-_alive: weakref.WeakSet[ReplicatedParameters] = weakref.WeakSet()
+_alive: "weakref.WeakSet[ReplicatedParameters]" = weakref.WeakSet()
 
 _Properties = tuple[torch.dtype, torch.device, torch.Size]
 

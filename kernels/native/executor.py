@@ -1,7 +1,5 @@
 """Flatten and unflatten on the CPU. The library reads the addresses of a bucket's tensors in one call."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 
@@ -86,7 +84,7 @@ class NativeTensorTable:
         """Where each tensor's place begins, in elements of the flat buffer; int64, on the CPU."""
         return self._copied(self._library.table_offsets(self.handle))
 
-    def _copied(self, integers: ctypes._Pointer[ctypes.c_int64]) -> Tensor:
+    def _copied(self, integers: "ctypes._Pointer[ctypes.c_int64]") -> Tensor:
         count = self._library.table_size(self.handle)
         # Users may have set another default device.
         result = torch.empty(count, dtype=torch.int64, device="cpu")

@@ -1,7 +1,5 @@
 """Low-precision decentralized data parallelism: ranks in a ring send each other changes in eight bits a value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -191,7 +189,7 @@ class LowPrecisionDecentralizedAlgorithm(ParameterAverage):
             if [flat.shape for flat in flats] != [given.shape for given in state[key]]:
                 raise ValueError(f"the {self.name} was given the state of other parameters; build the same model")
 
-    def _await(self, messages: _Messages) -> None:
+    def _await(self, messages: "_Messages") -> None:
         wait_for([messages.transfer], self.name)
         # The previous step, which allocated them, may have run on another stream.
         streams.used_here([messages.sent, *(message for _, message in messages.received)])

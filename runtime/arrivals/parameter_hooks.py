@@ -1,7 +1,5 @@
 """The reducer's hook on each parameter."""
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -119,7 +117,7 @@ class ParameterHooks:
             handle.remove()
         self._accumulators.remove_hooks()
 
-    def _count(self, batch: _Batch) -> list[int]:
+    def _count(self, batch: "_Batch") -> list[int]:
         """Count the gradients that have come; returns those that were no longer missing."""
         # Counting one by one in Python would cost as much as the hooks that batching saves.
         return batch.bucket.arrive_all(list(map(self._index_of.__getitem__, map(id, batch.take()))))

@@ -1,7 +1,5 @@
 """The flat buffer of one bucket: the place of each gradient, and whether others hold a part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -135,7 +133,7 @@ class FlatBuffer:
     def _on_this_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return torch_internals.local_tensors(tensors) if self.has_dtensors else tensors
 
-    def _plan(self) -> FlattenPlan | RealParts:
+    def _plan(self) -> "FlattenPlan | RealParts":
         if self._flatten_plan is None:
             self._refuse_converted()
             parameters = self._on_this_rank(self._parameters)

@@ -1,7 +1,5 @@
 """What only a sharded optimizer does differently with parameters and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -32,7 +30,7 @@ class Sharding:
     def backward_begins(self) -> None:
         """A backward has brought its first gradients; inside ``no_sync`` called for each gradient."""
 
-    def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
+    def hand_over(self, buckets: "Sequence[Bucket]", launched: "Sequence[Bucket]", untouched: Set[int]) -> None:
         """The buckets of an iteration have been reduced: set every ``.grad``.
 
         ``buckets`` are all of the module, in plan order; the ``launched`` ones have been waited for. Parameters whose

@@ -9,11 +9,9 @@ back, however late a rank came to a round. The number of rounds does not depend 
 Source: Cristian 1989, Probabilistic clock synchronization, with a collective in place of a message there and back.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,9 +25,10 @@ class Offset(NamedTuple):
     ns: int
     error_ns: int  #: by which it may be wrong
 
-    def and_later(self, later: Offset) -> Offset:
+    def and_later(self, later: Self) -> Self:
         """The mean of this one and another one, which was measured later; clocks may have drifted in between."""
-        return Offset((self.ns + later.ns) // 2, max(self.error_ns, later.error_ns) + abs(self.ns - later.ns) // 2)
+        error_ns = max(self.error_ns, later.error_ns) + abs(self.ns - later.ns) // 2
+        return self._replace(ns=(self.ns + later.ns) // 2, error_ns=error_ns)
 
 
 def measure_offsets(group: Any, device: torch.device) -> list[Offset]:
