@@ -112,7 +112,7 @@ def _check(optimizer: Any, parameters: Sequence[Tensor]) -> None:
     """Raise ValueError unless an optimizer takes ``grad_scale`` and steps all of a module's gradients alone."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     if not torch_internals.takes_grad_scale(optimizer):
-        what = "is not fused"
+        what = "is not fused, or takes no grad_scale"
     elif stepped != {id(p) for p in parameters if p.grad is not None}:
         what = "does not step all gradients of the model, and no others"
     else:

@@ -266,7 +266,8 @@ class ReplicatedModule(nn.Module):
 
         Raises:
             RuntimeError: With ``error_if_nonfinite``, the norm is infinite or NaN.
-            ValueError: The optimizer is not fused, is sharded, or does not step all gradients of this module alone.
+            ValueError: The optimizer is sharded, takes no ``grad_scale`` as fused ones do, or does not step all
+                gradients of this module alone.
             ReductionError: `finalize_backward` has not been called.
 
         Source: ``clip_grad_norm_`` of torch 2.13, nn/utils/clip_grad.py, which is called for other orders than 2 and
