@@ -200,8 +200,8 @@ class Normalizer:
     def gradients_arrive(self, holds_values: Callable[[], bool]) -> None:
         """A backward brings gradients. Called for each gradient of a backward inside ``no_sync``.
 
-        ``holds_values`` tells whether ``.grad`` of a parameter that has not arrived holds more than zeros. That is from
-        before the step, so no count belongs to it, and raises a ReplicationError.
+        ``holds_values`` tells whether ``.grad`` of a parameter that has not arrived holds more than zeros. Such values
+        are from before the step. No count belongs to them, so they raise a ReplicationError.
         """
         if self._has_gradients:
             return

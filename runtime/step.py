@@ -177,7 +177,7 @@ class Step:
     # A gradient arrives.
 
     def mark_parameter_ready(self, index: int) -> None:
-        """A gradient is in ``.grad``; raises a GradientArrivalError if it came before, too late, or was removed."""
+        """A gradient is in ``.grad``; raises a GradientArrivalError if it came twice, too late, or was removed."""
         self.hooks_have_run()
         for again in self._hooks.flush(index):
             self._arrive(again)

@@ -103,7 +103,8 @@ def load() -> NativeLibrary:
 
 def _exchange_api() -> int:
     """Address of the C functions for reading a torch.Tensor (DLPack 1.3)."""
-    capsule = torch.Tensor.__dlpack_c_exchange_api__
+    if (capsule := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is None:
+        raise KernelUnavailableError(f"torch {torch.__version__} has no DLPack exchange API")
     # Its own prototype, since the whole process shares ctypes.pythonapi.
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     get_pointer = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))

@@ -25,7 +25,7 @@ _MOST_BYTES_OF_A_NAME = 256
 
 
 def verify_modules_agree(description: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise a RanksDifferError on every rank if one has another module or other settings; see `first_difference`."""
+    """Raise a RanksDifferError, which names the first difference, on every rank if modules or settings differ."""
     if difference := first_difference(description, process_group, device):
         raise RanksDifferError(
             f"{this_rank()}: the ranks were given different models. First difference: {difference}. Build the same"

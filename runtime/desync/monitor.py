@@ -105,13 +105,13 @@ class DesyncMonitor(AgreementPoints):
         self._statuses.note("iteration", self.iteration_number, " is over")
 
     def agree_on_algorithm(self, algorithm: str) -> None:
-        """Wait until every rank has registered the hook; raises a RanksDifferError for another one, or none in time."""
+        """After iterations without it, wait until every rank registers the hook; else raises a RanksDifferError."""
         self._meet(
             "algorithm", f"registering the {algorithm}", algorithm, "no comm hook", error_messages.algorithms_differ
         )
 
     def agree_on_normalizing(self) -> None:
-        """Wait until every rank has called ``normalize_by``; raises a RanksDifferError if one has not in time."""
+        """After iterations without it, wait until every rank calls ``normalize_by``; else raises a RanksDifferError."""
         self._meet("normalizer", "in its first normalize_by()", "called", "not called", error_messages.counts_differ)
 
     def agree_on_warm_up(self, timeout_s: float) -> None:
@@ -138,7 +138,10 @@ class DesyncMonitor(AgreementPoints):
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """A context for a call that every rank has to make: errors of ranks that wait elsewhere say who is in it."""
+        """A context for a call that every rank has to make: errors of ranks that wait elsewhere say who is in it.
+
+        A RuntimeError of a collective inside becomes a ReductionError.
+        """
         self._statuses.note(f"in {call} before iteration", self.iteration_number)
         try:
             with Exchange(f"comparison of the ranks in {call}", self):
@@ -213,7 +216,7 @@ class DesyncMonitor(AgreementPoints):
 
 @contextmanager
 def replicating(process_group: dist.ProcessGroup, class_name: str) -> Iterator[None]:
-    """A context for what the ranks exchange before they have a `DesyncMonitor`; errors say who has come."""
+    """`DesyncMonitor.calling` for what the ranks exchange before they have one; errors say who has come."""
     call = f"ddp_compile() of {class_name}"
     store, ranks = GroupStore(process_group, "ddp_compile/calls/"), dist.get_process_group_ranks(process_group)
     statuses = RankStatuses(store, dist.get_rank(), ranks, f"in {call}")

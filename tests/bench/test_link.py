@@ -127,6 +127,23 @@ def test_links_are_apart_from_each_other_and_from_the_machine(leaves_nothing: No
         assert first.sent_bytes(2) >= 0
 
 
+@pytest.mark.parametrize("last_that_works", only([6], [2, 6, 13]))
+def test_an_interrupt_half_way_leaves_nothing(
+    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, last_that_works: int
+) -> None:
+    run, left = link_module._run, [last_that_works]
+
+    def interrupt_once(*command: str) -> str:
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return run(*command)
+
+    monkeypatch.setattr(link_module, "_run", interrupt_once)
+    with pytest.raises(KeyboardInterrupt), NamespacedLink(2):
+        pytest.fail("entered")
+
+
 @pytest.mark.parametrize("last_that_works", only([6], [0, 1, 3, 6, 9, 15]))
 def test_a_command_that_fails_half_way_leaves_nothing(
     leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, last_that_works: int

@@ -84,11 +84,14 @@ def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_capacities_of_another_device(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, device, said in [((), "cpu", "1, then 5 MiB"), (("--device", "cuda"), "cuda", "1, then 64 MiB")]:
+    cuda = ("--device", "cuda")
+    for options, device, said in [((), "cpu", "1, then 5 MiB"), (cuda, "cuda", "1, then 64 MiB")]:
         assert main(["explain", "explained:layers", "--world-size", "512", *options]) == 0
         out = capsys.readouterr().out
         assert f"\nassumed capacities: {said}, the default for {device}; --device" in out
         assert ("; bucket_cap_mb=[1, 64]\n" in out) == (device == "cuda")
+    assert main(["explain", "explained:layers", "--world-size", "512", *cuda, "--bucket-cap-mb", "25"]) == 0
+    assert "bucket_cap_mb=[1, 25]\n" in capsys.readouterr().out
 
 
 def test_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

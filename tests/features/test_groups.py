@@ -91,9 +91,10 @@ def with_collectives_in_its_group(by_ddp: bool) -> list[Gradients]:
 
 def in_threads(*functions: Callable[[], Result]) -> list[Result]:
     """The result of each function, run in its own thread; raises the first exception."""
-    with ThreadPoolExecutor(len(functions)) as threads:
-        futures = [threads.submit(function) for function in functions]
-    return [future.result() for future in futures]
+    threads = ThreadPoolExecutor(len(functions))
+    futures = [threads.submit(function) for function in functions]
+    threads.shutdown(wait=False)
+    return [future.result(timeout=60) for future in futures]
 
 
 def in_changing_threads(by_ddp: bool) -> list[Gradients]:
