@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -127,35 +127,35 @@ def test_links_are_apart_from_each_other_and_from_the_machine(leaves_nothing: No
         assert first.sent_bytes(2) >= 0
 
 
-@pytest.mark.parametrize("last_that_works", only([6], [2, 6, 13]))
-def test_an_interrupt_half_way_leaves_nothing(
-    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, last_that_works: int
-) -> None:
-    run, left = link_module._run, [last_that_works]
+def fail(run: Callable[..., str]) -> str:
+    return run("ip", "link", "show", "dev", "missing0")
 
-    def interrupt_once(*command: str) -> str:
-        left[0] -= 1
-        if left[0] == -1:
-            raise KeyboardInterrupt
-        return run(*command)
 
-    monkeypatch.setattr(link_module, "_run", interrupt_once)
-    with pytest.raises(KeyboardInterrupt), NamespacedLink(2):
-        pytest.fail("entered")
+def interrupt(_: Callable[..., str]) -> str:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("last_that_works", only([6], [0, 1, 3, 6, 9, 15]))
-def test_a_command_that_fails_half_way_leaves_nothing(
-    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, last_that_works: int
+@pytest.mark.parametrize(
+    ("how", "error", "said"),
+    [(fail, LinkError, r"ip link show dev missing0.*exit status.*does not exist"), (interrupt, KeyboardInterrupt, "")],
+)
+def test_an_end_half_way_leaves_nothing(
+    leaves_nothing: None,
+    monkeypatch: pytest.MonkeyPatch,
+    last_that_works: int,
+    how: Callable[[Callable[..., str]], str],
+    error: type[BaseException],
+    said: str,
 ) -> None:
     run, left = link_module._run, [last_that_works]
 
-    def fail_once(*command: str) -> str:
+    def end_once(*command: str) -> str:
         left[0] -= 1
-        return run("ip", "link", "show", "dev", "missing0") if left[0] == -1 else run(*command)
+        return how(run) if left[0] == -1 else run(*command)
 
-    monkeypatch.setattr(link_module, "_run", fail_once)
-    with pytest.raises(LinkError, match=r"ip link show dev missing0.*exit status.*does not exist"), NamespacedLink(2):
+    monkeypatch.setattr(link_module, "_run", end_once)
+    with pytest.raises(error, match=said), NamespacedLink(2):
         pytest.fail("entered")
     assert left[0] < -1 or last_that_works == 0
 
