@@ -138,7 +138,10 @@ def interrupt(_: Callable[..., str]) -> str:
 @pytest.mark.parametrize("last_that_works", only([6], [0, 1, 3, 6, 9, 15]))
 @pytest.mark.parametrize(
     ("how", "error", "said"),
-    [(fail, LinkError, r"ip link show dev missing0.*exit status.*does not exist"), (interrupt, KeyboardInterrupt, None)],
+    [
+        (fail, LinkError, r"ip link show dev missing0.*exit status.*does not exist"),
+        (interrupt, KeyboardInterrupt, None),
+    ],
 )
 def test_an_end_half_way_leaves_nothing(
     leaves_nothing: None,
