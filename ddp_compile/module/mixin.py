@@ -323,6 +323,25 @@ class ReplicatedModule(nn.Module):
         state = state_of(self)
         return state.reducer.algorithm.sharding.full_gradients(state.parameters.named)
 
+    def check_replicas_of(self, *optimizers: torch.optim.Optimizer, buffers: bool = False) -> None:
+        """At agreement points compare the states of these optimizers, too, and the buffers; see ``check_replicas``.
+
+        Call it on every rank, with the same arguments; a second call replaces the first. Compared are tensors among the
+        states of reduced parameters. That takes as long as comparing as many bytes of parameters.
+
+        Args:
+            *optimizers: They step parameters of this module, and their states are whole on every rank.
+            buffers: Compare the module's buffers. Leave it False if ranks change them by their own data, as BatchNorm
+                does between two broadcasts.
+
+        Raises:
+            ValueError: ``check_replicas`` is not ``"raise"``.
+            ReplicationError: An optimizer steps no reduced parameter, or is sharded; if that happens later, at the next
+                agreement point.
+        """
+        state = state_of(self)
+        state.monitor.replicas.also_compare(optimizers, state.buffers.tensors if buffers else dict, state.reduced)
+
     def await_parameters(self) -> None:
         """Return when all parameters are complete; on an accelerator, when the current stream waits for them.
 

@@ -11,19 +11,21 @@ their differences would have to cancel modulo 2**64.
 The sums are started when the backward begins, and read before the last bucket is launched. Where there are streams, the
 host thus waits for the forward alone, and the device goes on with the backward. Nothing writes parameters in between.
 
-If sums differ, the ranks post them, and then those of each parameter in the first bucket that differs.
+If sums differ, the ranks post them, and then those of each parameter in the first bucket that differs. States of
+optimizers and buffers that `Replicas.also_compare` has been given are compared as further buckets.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ddp_compile import torch_internals
 from ddp_compile.config import CheckReplicas
-from ddp_compile.errors import RanksDifferError, format_ranks, on_ranks, shorten_names, this_rank
+from ddp_compile.errors import RanksDifferError, ReplicationError, format_ranks, on_ranks, shorten_names, this_rank
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.collectives import broadcast_all
 from ddp_compile.runtime.desync.comparison import Comparison
@@ -43,21 +45,44 @@ class Replicas:
     def __init__(self, check: CheckReplicas, order: ModelOrder, rank: int, ranks: Sequence[int]) -> None:
         self._check, self._order, self._ranks = check, order, tuple(ranks)
         self._comparison = Comparison("replicas", rank, ranks)
+        self._optimizers: Sequence[Optimizer] = ()
+        self._buffers: Callable[[], Mapping[str, Tensor]] = dict
         self._sums: _Sums | None = None  # of the iteration under way
-        self._buckets: Sequence[Mapping[str, Tensor]] = ()
+        self._compared: Mapping[str, Mapping[str, Tensor]] = {}
         self._number = 0  # of the iteration whose sums are compared
         self._is_due = False  # until they have been
         self._source: int | None = None  # the global rank from which the next forward broadcasts
         self._has_repaired = False  # at the last agreement point
+
+    def also_compare(
+        self,
+        optimizers: Sequence[Optimizer],
+        buffers: Callable[[], Mapping[str, Tensor]],
+        reduced: Mapping[str, Tensor],
+    ) -> None:
+        """Compare the states of these optimizers and these buffers too; see ``ReplicatedModule.check_replicas_of``."""
+        if self._check != "raise":
+            raise ValueError(
+                f"check_replicas_of() was called with check_replicas={self._check!r}, which compares nothing or repairs"
+                " parameters only; pass check_replicas='raise' to ddp_compile()"
+            )
+        for optimizer in optimizers:
+            _states(optimizer, reduced)
+        self._optimizers, self._buffers = optimizers, buffers
 
     def are_compared_in(self, iteration_number: int) -> bool:
         """Whether `add_up` has to be called when the backward of an iteration begins."""
         return bool(self._check) and len(self._ranks) > 1 and is_agreement_point(iteration_number)
 
     def add_up(self, buckets: Sequence[Mapping[str, Tensor]]) -> None:
-        """Start adding up the parameters of each bucket, given by name. They are complete, and on one device."""
-        self._buckets = buckets
-        self._sums = _Sums([list(bucket.values()) for bucket in buckets])
+        """Start adding up the parameters of each bucket, given by name, which are complete."""
+        reduced = {name: parameter for bucket in buckets for name, parameter in bucket.items()}
+        self._compared = {
+            **{f"parameters of bucket {i}": bucket for i, bucket in enumerate(buckets)},
+            "states of optimizers": {k: v for each in self._optimizers for k, v in _states(each, reduced).items()},
+            "buffers": self._buffers(),
+        }
+        self._sums = _Sums([list(tensors.values()) for tensors in self._compared.values()])
 
     def last_bucket_is_launched(self, iteration_number: int) -> None:
         """Before the last bucket of the iteration is launched, tell the other ranks the sums, if there are any."""
@@ -75,14 +100,14 @@ class Replicas:
         if said is None:
             self._has_repaired = False
             return
-        bucket, source, who = said.split(" ", 2)
-        names = self._names_that_differ(int(bucket))
+        number, source, who = said.split(" ", 2)
+        compared = list(self._compared)[int(number)]
         what = (
-            f"{this_rank()}: at iteration {self._number} the parameters of bucket {bucket} ({names}) do not have the"
-            f" same bits on every rank: {who}"
+            f"{this_rank()}: at iteration {self._number} the {compared} ({self._names_that_differ(compared)}) do not"
+            f" have the same bits on every rank: {who}"
         )
         if self._check != "repair" or source == "none" or self._has_repaired:
-            raise RanksDifferError(f"{what}. {self._way_out(source)}")
+            raise RanksDifferError(f"{what}. {self._way_out(source, compared)}")
         self._source = int(source)
         log.warning(f"{what}. The next forward broadcasts all reduced parameters from rank {source}")
 
@@ -104,42 +129,50 @@ class Replicas:
         self._has_repaired = True
 
     def _first_difference(self, texts: Mapping[int, str]) -> str | None:
-        """The first bucket that differs, the first rank of the majority or "none", and who differs."""
+        """Where the first difference is, the first rank of the majority or "none", and who differs."""
         ranks_of: dict[str, list[int]] = {}
         for rank, text in texts.items():
             ranks_of.setdefault(text, []).append(rank)
         if len(ranks_of) == 1:
             return None
-        by_bucket = zip(*(text.split() for text in ranks_of), strict=True)
-        bucket = next(i for i, sums in enumerate(by_bucket) if len(set(sums)) > 1)
+        compared = zip(*(text.split() for text in ranks_of), strict=True)
+        number = next(i for i, sums in enumerate(compared) if len(set(sums)) > 1)
         most = max(ranks_of.values(), key=len)
         if 2 * len(most) > len(texts):
             others = sorted(set(texts) - set(most))
-            return f"{bucket} {most[0]} those {on_ranks(others)} differ from those {on_ranks(most)}"
+            return f"{number} {most[0]} those {on_ranks(others)} differ from those {on_ranks(most)}"
         groups = " and ".join(format_ranks(ranks) for ranks in list(ranks_of.values())[:8])
-        return f"{bucket} none ranks {groups} differ, and none of these is a majority"
+        return f"{number} none ranks {groups} differ, and none of these is a majority"
 
-    def _names_that_differ(self, bucket: int) -> str:
-        """The first parameters of a bucket that differ; all of the bucket if the ranks' answers do not come."""
-        names = list(self._buckets[bucket])
-        sums = _Sums([[parameter] for parameter in self._buckets[bucket].values()]).text()
+    def _names_that_differ(self, compared: str) -> str:
+        """The first tensors that differ; all of them if the ranks have different ones, or their answers do not come."""
+        tensors = self._compared[compared]
+        names, sums = list(tensors), _Sums([[tensor] for tensor in tensors.values()]).text()
 
-        def describe(texts: Mapping[int, str]) -> str:
-            by_parameter = zip(*(text.split() for text in texts.values()), strict=True)
-            return " ".join(str(i) for i, found in enumerate(by_parameter) if len(set(found)) > 1)
+        def describe(texts: Mapping[int, str]) -> str | None:
+            by_rank = [text.split() for text in texts.values()]
+            if len(set(map(len, by_rank))) > 1:
+                return None
+            return " ".join(str(i) for i, found in enumerate(zip(*by_rank, strict=True)) if len(set(found)) > 1)
 
         try:
-            name = f"{self._number}/bucket/{bucket}"
+            name = f"{self._number}/{compared}"
             said = self._comparison.describe(self._order, name, sums, describe, self._number)
         except StoreLostError:
             said = None
         return shorten_names([names[int(i)] for i in said.split()] if said else names)
 
-    def _way_out(self, source: str) -> str:
+    def _way_out(self, source: str, compared: str) -> str:
         if self._has_repaired and self._check == "repair":
             return (
                 "They were made equal at the agreement point before, so their optimizer's states differ, or code writes"
                 " them on some ranks only: start again from a checkpoint, and look for that code"
+            )
+        if not compared.startswith("parameters"):
+            return (
+                "A bit has flipped, some ranks alone have written them or left out a step, or other ranks have passed"
+                " other optimizers or buffers to check_replicas_of(): start again from a checkpoint of before. Leave"
+                " what differs on purpose out of that call"
             )
         repair = "" if source == "none" else ", or let check_replicas='repair' broadcast those of the majority"
         return (
@@ -152,14 +185,16 @@ class Replicas:
 class _Sums:
     """The sum of the bits of each of some lists of tensors, which is being computed.
 
-    The tensors are of any dtype, on one device. Those of DTensors are this rank's parts.
+    The tensors are of any dtype. Those of DTensors are this rank's parts. Sums move to the first tensor's device.
     """
 
     def __init__(self, lists: Sequence[Sequence[Tensor]]) -> None:
         with torch.no_grad(), torch_internals.outside_transforms():
             parts = [sums_of_bits(torch_internals.local_tensors(tensors)) for tensors in lists]
             self._lengths = [len(part) for part in parts]
-            self._flat = torch.stack([each for part in parts for each in part])
+            sums = [each for part in parts for each in part]
+            # A rank may have nothing of what others have.
+            self._flat = torch.stack([s.to(sums[0].device) for s in sums] if sums else [torch.tensor(0)])
             self._known = streams.record(self._flat.device)
 
     def text(self) -> str:
@@ -170,20 +205,34 @@ class _Sums:
         return " ".join(f"{sum(next(values) for _ in range(n)) % 2**64:016x}" for n in self._lengths)
 
 
+def _states(optimizer: Optimizer, reduced: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The states of an optimizer for these parameters, given by name; raises a ReplicationError if it steps none."""
+    name_of = {parameter: name for name, parameter in reduced.items()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p in name_of]
+    class_name = type(optimizer).__name__
+    if not stepped:
+        raise ReplicationError(
+            f"{this_rank()}: check_replicas_of() has got an optimizer of class {class_name} that is sharded, or steps"
+            " no reduced parameter of this model, so its states cannot be compared; leave it out"
+        )
+    states = ((p, key, state) for p in stepped for key, state in optimizer.state.get(p, {}).items())
+    return {f"{class_name}.{key} of {name_of[p]}": s for p, key, s in states if isinstance(s, Tensor)}
+
+
 def sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Sums of the bits of tensors as integers of 64 bits, in index order; what is left at an end, as smaller ones.
 
     Which elements share an integer depends on shapes and dtypes alone, so that equal values have equal sums. These are
     int64 tensors of shape (). Their sum modulo 2**64 changes if one value does.
     """
-    small: dict[torch.dtype, list[Tensor]] = {}
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sums = []
     for tensor in tensors:
         if tensor.nbytes < _SMALL_BYTES and not tensor.is_complex():
-            small.setdefault(tensor.dtype, []).append(tensor)
+            small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         else:
             sums += _sums_of_flat(tensor.resolve_conj().reshape(-1))
-    return sums + [each for of_dtype in small.values() for each in _sums_of_flat(torch_internals.flatten(of_dtype))]
+    return sums + [each for alike in small.values() for each in _sums_of_flat(torch_internals.flatten(alike))]
 
 
 def _sums_of_flat(flat: Tensor) -> list[Tensor]:

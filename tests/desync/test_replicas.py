@@ -67,10 +67,10 @@ def compared_every(num_iterations: int) -> Iterator[None]:
 
 
 class Training:
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, module: nn.Module | None = None, **settings: Any) -> None:
         torch.manual_seed(0)
         settings = {"bucket_cap_mb": 4e-4, "backend": "eager", **settings}
-        self.model = ddp_compile(Mlp(width=9, num_layers=3), **settings)
+        self.model = ddp_compile(module or Mlp(width=9, num_layers=3), **settings)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.data = torch.Generator().manual_seed(100 + dist.get_rank())
 
@@ -165,6 +165,56 @@ def test_states_that_differ_are_not_repaired() -> None:
         with pytest.raises(RanksDifferError, match=r"at iteration 6 .* made equal at the agreement point before"):
             for _ in range(8):
                 training.step()
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ("step", r"states of optimizers \(AdamW.step of .*bias, .*\) do not have .* those on rank 1 differ from"),
+        ("exp_avg", r"states of optimizers \(AdamW.exp_avg of [^,]*bias\) do not .* those on rank 1 differ from"),
+        ("buffer", r"at iteration 8 the buffers \(counted\) do not have .* those on rank 1 differ from"),
+        ("call", r"states of optimizers \(.*other optimizers or buffers to check_replicas_of\(\)"),
+    ],
+)
+@on_ranks(3, eagerly=True)
+def test_states_and_buffers(differs: str, said: str) -> None:
+    module, differs_here = Mlp(width=9, num_layers=3), dist.get_rank() == 1
+    module.register_buffer("counted", torch.zeros(5, dtype=torch.int64))
+    training = Training(module, broadcast_buffers=False)
+    if not (differs == "call" and differs_here):
+        training.model.check_replicas_of(training.optimizer, buffers=True)
+    with pytest.raises(RanksDifferError, match=said):
+        for i in range(8):
+            training.step()
+            if i == 4 and differs != "call":
+                training.optimizer.step = lambda: None  # type: ignore[assignment]  # or parameters would differ first
+                _change(training, differs if differs_here else "nothing")
+
+
+def _change(training: Training, what: str) -> None:
+    parameters = list(training.model.parameters())
+    if what == "step":
+        for parameter in parameters:
+            training.optimizer.state[parameter]["step"] += 1
+    elif what == "exp_avg":
+        flip_bit(training.optimizer.state[parameters[-1]]["exp_avg"], 3, 0)
+    elif what == "buffer":
+        training.model.get_buffer("counted")[2] = 1
+
+
+@on_ranks(2)
+def test_what_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match=r"check_replicas_of\(\) was called with check_replicas=False, .*'raise'"):
+        Training(check_replicas=False).model.check_replicas_of()
+    training = Training()
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(ReplicationError, match="class SGD that is sharded, or steps no reduced parameter"):
+        training.model.check_replicas_of(training.optimizer, other)
+    training.model.check_replicas_of(training.optimizer)
+    shard_optimizer(training.optimizer, training.model)
+    training.step()  # shards it at the end of its backward
+    with pytest.raises(ReplicationError, match="class AdamW that is sharded, or"):
+        training.step()
 
 
 def left_out(training: Training) -> None:
