@@ -27,7 +27,6 @@ GONE = {
     "--tflops": "times come from measured steps only; pass --profile alone",
     "--memory-bandwidth": "times come from measured steps only; pass --profile alone",
     "--max-bucket-cap-mb": "pass bucket_cap_mb= to ddp_compile() to limit buckets, instead of a plan",
-    "--png": "run the command once for each --world-size",
 }
 
 
@@ -40,6 +39,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", default="20us", metavar="TIME", help="between two nodes (default: %(default)s)")
     parser.add_argument("--intra-node", type=int, default=1, metavar="K", help="ranks that share a node's link")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the best plan for what was measured")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw steps over numbers of ranks (needs --bandwidth)")
     parser.add_argument("function", nargs="?", help=argparse.SUPPRESS)
     for name in GONE:
         if name.startswith("--"):

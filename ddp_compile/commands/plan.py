@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,18 +22,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Predict, print, write a plan. Returns the exit status: 2 for wrong input."""
     try:
         _refuse_gone(arguments)
-        if arguments.save is not None and not arguments.save.parent.is_dir():
-            raise ValueError(f"--save {arguments.save} cannot be written: no folder {arguments.save.parent}; create it")
+        _check_files(arguments)
         report = _report(arguments.profile)
         plan = report.plan
-        world_size, all_reduce, link = _transfers(arguments, report)
+        world_size = len(report.steps[0].ranks) if arguments.world_size is None else arguments.world_size
+        all_reduce, link = _all_reduce(arguments, report, world_size)
         costs = costs_of(report, all_reduce)
         specs = [gradient for bucket in plan.buckets for gradient in bucket.gradients]
         gradients = sorted((replace(each, owner=None) for each in specs), key=lambda each: each.index)
         device = arguments.device or report.device
-        caps = caps_from_mib(None, 1.0, device, world_size)
-        found = list(scenarios(gradients, costs, world_size, caps))
-    except ValueError as error:
+
+        def found_on(size: int) -> list[Scenario]:
+            costs_on = replace(costs, reduce=_all_reduce(arguments, report, size)[0])
+            return list(scenarios(gradients, costs_on, size, caps_from_mib(None, 1.0, device, size)))
+
+        found = found_on(world_size)
+        if arguments.png is not None:
+            _draw(arguments, world_size, found_on, alone_s(gradients, costs))
+    except (ValueError, ModuleNotFoundError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     unknown = "" if costs.step_s_per_byte else ", which do not have the optimizer's time: it is left out"
@@ -41,10 +47,19 @@ def run(arguments: argparse.Namespace) -> int:
     alone = f"{alone_s(gradients, costs) * 1e3:.2f} ms a step on one rank"
     print(f"{size}; {alone}, from {number_of(len(report.steps), 'step')} of {arguments.profile}{unknown}")
     print(f"{number_of(world_size, 'rank')}, link: {link}")
-    print(f"default capacities: {in_mib(caps)}, those for {device}; --device has others")
+    caps = in_mib(caps_from_mib(None, 1.0, device, world_size))
+    print(f"default capacities: {caps}, those for {device}; --device has others")
     print(_table(found, alone_s(gradients, costs)))
     print(_advice(found, report.algorithm == ShardedAlgorithm.name, arguments.save))
     return 0
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    for name, path in {"--save": arguments.save, "--png": arguments.png}.items():
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{name} {path} cannot be written: no folder {path.parent}; create it")
+    if arguments.png is not None and arguments.bandwidth is None:
+        raise ValueError(f"--png {arguments.png} shows more ranks than the profile has; pass --bandwidth and --latency")
 
 
 def _refuse_gone(arguments: argparse.Namespace) -> None:
@@ -64,10 +79,8 @@ def _report(path: Path) -> StepReport:
     return report
 
 
-def _transfers(arguments: argparse.Namespace, report: StepReport) -> tuple[int, Collective, str]:
-    """The number of ranks, what an all-reduce of them takes, and a line about their link."""
-    measured_size = len(report.steps[0].ranks)
-    world_size = measured_size if arguments.world_size is None else arguments.world_size
+def _all_reduce(arguments: argparse.Namespace, report: StepReport, world_size: int) -> tuple[Collective, str]:
+    """What an all-reduce of this many ranks takes, and a line about their link."""
     if arguments.bandwidth is not None:
         rate = Rate.parse(arguments.bandwidth).bits_per_second
         if rate is None:
@@ -75,7 +88,8 @@ def _transfers(arguments: argparse.Namespace, report: StepReport) -> tuple[int, 
         latency_s, per_node = parse_seconds(arguments.latency), arguments.intra_node
         link = Link(world_size=world_size, latency_s=latency_s, bytes_per_second=rate / 8, ranks_per_node=per_node)
         about = f"{arguments.bandwidth}, {arguments.latency}, {number_of(per_node, 'rank')} a node"
-        return world_size, link.all_reduce(), about
+        return link.all_reduce(), about
+    measured_size = len(report.steps[0].ranks)
     if world_size != measured_size:
         raise ValueError(
             f"--world-size {world_size}: the profile is of {number_of(measured_size, 'rank')}; pass --bandwidth and"
@@ -88,7 +102,7 @@ def _transfers(arguments: argparse.Namespace, report: StepReport) -> tuple[int, 
         )
     all_reduce = all_reduce_of(report)
     about = f"{all_reduce.latency_s * 1e6:.0f} us and {all_reduce.s_per_byte * 1e12:.1f} us/MB for an all-reduce"
-    return world_size, all_reduce, f"as measured, {about}"
+    return all_reduce, f"as measured, {about}"
 
 
 def _table(found: Sequence[Scenario], alone_s: float) -> str:
@@ -117,3 +131,29 @@ def _advice(found: Sequence[Scenario], is_sharded: bool, path: Path | None) -> s
     if best.plan is not None and best is not saved:
         text = f"{text} (for that of: {best.name}, measure {'without' if is_sharded else 'with'} a sharded optimizer)"
     return text.replace("FILE", str(path))
+
+
+def _draw(
+    arguments: argparse.Namespace, world_size: int, found_on: Callable[[int], Sequence[Scenario]], alone_s: float
+) -> None:
+    """Draw the steps of the five fastest ways, the fastest one first, on up to twice as many ranks."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"--png {arguments.png} needs matplotlib; pip install matplotlib") from error
+
+    sizes = [max(2, arguments.intra_node)]
+    while sizes[-1] < 2 * world_size:
+        sizes.append(2 * sizes[-1])
+    name_of = {each.step_s: each.name for each in reversed(found_on(world_size))}  # one line for equal ones
+    found = [{each.name: each.step_s * 1e3 for each in found_on(size)} for size in sizes]
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    for _, name in sorted(name_of.items())[:5]:
+        axes.plot(sizes, [steps_ms[name] for steps_ms in found], marker="o", label=name)
+    axes.axhline(alone_s * 1e3, color="black", linestyle=":", label="one rank alone")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, list(map(str, sizes)))
+    axes.set(xlabel="ranks", ylabel="predicted step (ms)", title=f"{arguments.bandwidth}, {arguments.latency}")
+    figure.legend(loc="outside right upper", title=f"fastest first, with {number_of(world_size, 'rank')}")
+    figure.savefig(arguments.png, format="png", dpi=120)

@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from matplotlib.figure import Figure
 from simulated_steps import Simulation
 
 from ddp_compile import BucketPlan
@@ -52,6 +54,23 @@ def test_measured_link(capsys: pytest.CaptureFixture[str], profile: Path) -> Non
     assert "(pass --save FILE to write the plan of: best boundaries)" in out
 
 
+def test_steps_over_ranks(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path: Path) -> None:
+    drawn: list[Figure] = []
+    link = ("--world-size", "48", "--bandwidth", "10gbit", "--intra-node", "3")
+    with mock.patch.object(Figure, "savefig", autospec=True, side_effect=lambda figure, *_, **__: drawn.append(figure)):
+        _, out, _ = plan(capsys, "--profile", str(profile), *link, "--png", str(tmp_path / "steps.png"))
+    (axes,), (legend,) = drawn[0].axes, drawn[0].legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert f"fastest: {labels[0]}, " in out and labels[-1] == "one rank alone" and len(labels) <= 6
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "6", "12", "24", "48", "96"]
+    assert len({line.get_color() for line in axes.lines}) == len(labels) == len(axes.lines)
+    in_table = {name.strip(): ms for name, ms in re.findall(r"^(\S.*?)  +(\d+\.\d\d) ", out, re.MULTILINE)}
+    for line in axes.lines[:-1]:
+        assert f"{line.get_ydata()[4]:.2f}" == in_table[str(line.get_label())]
+    status, *_ = plan(capsys, "--profile", str(profile), *link, "--png", str(tmp_path / "steps.png"))
+    assert status == 0 and (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -63,6 +82,11 @@ def test_measured_link(capsys: pytest.CaptureFixture[str], profile: Path) -> Non
         (("--bandwidth", "none"), "--bandwidth none is not a rate; pass for example 100gbit"),
         (("--profile", "/no/such"), "--profile /no/such cannot be read: "),
         (("--save", "/no/such/file"), "--save /no/such/file cannot be written: no folder /no/such; create it"),
+        (
+            ("--png", "steps.png"),
+            "--png steps.png shows more ranks than the profile has; pass --bandwidth and",
+        ),
+        (("--png", "/no/such/file"), "--png /no/such/file cannot be written: no folder /no/such; create it"),
         (("mine:gpt",), "'mine:gpt' is no longer an argument: the profile has the model's gradients"),
         (("--max-bucket-cap-mb", "3"), "--max-bucket-cap-mb 3 is no longer an argument: pass bucket_cap_mb="),
     ],
