@@ -2,10 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
-from matplotlib.figure import Figure
 from simulated_steps import Simulation
 
 from ddp_compile import BucketPlan
@@ -55,9 +55,12 @@ def test_measured_link(capsys: pytest.CaptureFixture[str], profile: Path) -> Non
 
 
 def test_steps_over_ranks(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path: Path) -> None:
-    drawn: list[Figure] = []
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
     link = ("--world-size", "48", "--bandwidth", "10gbit", "--intra-node", "3")
-    with mock.patch.object(Figure, "savefig", autospec=True, side_effect=lambda figure, *_, **__: drawn.append(figure)):
+    with mock.patch.object(
+        figures.Figure, "savefig", autospec=True, side_effect=lambda figure, *_, **__: drawn.append(figure)
+    ):
         _, out, _ = plan(capsys, "--profile", str(profile), *link, "--png", str(tmp_path / "steps.png"))
     (axes,), (legend,) = drawn[0].axes, drawn[0].legends
     labels = [text.get_text() for text in legend.get_texts()]
