@@ -1,7 +1,8 @@
 """Parts of a check or a benchmark on a GPU that may be there for minutes only.
 
 Each part is a command with a time limit, and leaves its figures behind even if it is stopped: what it prints goes to
-PART.log as it comes, and PART.json has the outcome, the figures so far, the versions and the device.
+PART.log as it comes, and its record in one JSON of all parts has the outcome, the figures so far, the versions and the
+device. Parts that run later add theirs.
 """
 
 from __future__ import annotations
@@ -92,29 +93,30 @@ class Part:
     missing: str = ""
     optional: bool = False
 
-    def run(self, folder: Path, about: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-        """Run it and write its files. The outcome's first word is "passed", "FAILED" or "not"."""
+    def run(self, results: Path, about: Mapping[str, Any]) -> str:
+        """Run it, and put its record into the JSON. The outcome's first word is "passed", "FAILED" or "not"."""
         if self.missing:
             return f"{'not run' if self.optional else 'FAILED'}: {self.missing}"
         print(f"\n== {self.name}, at most {self.limit_s:g} s: {shlex.join(self.command)}", flush=True)
-        start, log, outcome = time.monotonic(), folder / f"{self.name}.log", "FAILED: stopped from outside"
+        start, log, outcome = time.monotonic(), results.with_name(f"{self.name}.log"), "FAILED: stopped from outside"
         try:
-            outcome = self._outcome(log, start, environment)
+            outcome = self._outcome(log, start)
         finally:
             said = log.read_text(errors="replace")
             figures = self.figures(said)
             if self.figures is test_results and outcome.startswith("passed") and not figures.get("passed"):
                 outcome = "FAILED: no test ran, all were skipped"
             record = {
-                **{"part": self.name, "outcome": outcome, "seconds": round(time.monotonic() - start, 1)},
-                **{"limit_s": self.limit_s, "command": shlex.join(self.command), **about},
+                **{"outcome": outcome, "seconds": round(time.monotonic() - start, 1), "limit_s": self.limit_s},
+                **{"command": shlex.join(self.command), **about},
                 **{"figures": figures, "last_lines": said.splitlines()[-TAIL_LINES:]},
             }
-            (folder / f"{self.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+            before = json.loads(results.read_text()) if results.exists() else {}
+            results.write_text(json.dumps({**before, self.name: record}, indent=1) + "\n")
         return outcome
 
-    def _outcome(self, log: Path, start: float, environment: Mapping[str, str]) -> str:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **search_path(ROOT), **environment, **self.environment}
+    def _outcome(self, log: Path, start: float) -> str:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **search_path(ROOT), **self.environment}
         options: Any = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         # In its own session, so that the command's children are stopped with it.
         process = subprocess.Popen(self.command, start_new_session=True, **options)
@@ -159,25 +161,29 @@ def test_results(said: str) -> dict[str, Any]:
     return {**counts, "failed_tests": failed, "not_ended": [test for test in begun if test.strip() not in ended]}
 
 
-def row_of(path: Path) -> str:
-    """The row of docs/compatibility.md for a part's JSON, of whatever machine and commit it is.
+def rows_of(path: Path) -> list[str]:
+    """The rows of docs/compatibility.md for a JSON of parts, of whatever machine, version and commit they are.
 
     Raises:
         ValueError: The file is not such a JSON.
     """
     try:
-        record = json.loads(path.read_text())
-        figures, versions = record["figures"], record["versions"]
-        if isinstance(figures, dict) and "passed" in figures:
-            counts = [str(figures.get(word, 0)) for word in ("passed", "failed", "skipped")]
-        else:
-            counts = [record["outcome"], "", ""]  # of a part without tests
-        where = f"{record['device']}, {record['part']}"
-        return f"| {where} | {versions['torch']} | {' | '.join(counts)} | {record['date']}, {record['commit']} |"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"--row {path}: not a file that gpu_check.py has written ({error!r}); pass a PART.json"
-        ) from None
+        alike: dict[tuple[str, ...], dict[str, Any]] = {}
+        for name, record in json.loads(path.read_text()).items():
+            key = record["device"], record["versions"]["torch"], record["date"], record["commit"]
+            alike.setdefault(key, {})[name] = record
+        rows = []
+        for (device, torch, date, commit), records in alike.items():
+            parts = [
+                name if record["outcome"].startswith("passed") else f"{name} {record['outcome']}"
+                for name, record in records.items()
+            ]
+            figures = [record["figures"] for record in records.values() if isinstance(record["figures"], dict)]
+            counts = [str(sum(each.get(word, 0) for each in figures)) for word in ("passed", "failed", "skipped")]
+            rows.append(f"| {device}: {', '.join(parts)} | {torch} | {' | '.join(counts)} | {date}, {commit} |")
+        return rows
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--row {path}: not a file that gpu_check.py has written ({error!r})") from None
 
 
 def read_rows(path: Path, said: str) -> list[dict[str, str]]:
@@ -199,7 +205,7 @@ def search_path(*folders: Path) -> dict[str, str]:
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Device and versions, for every part's JSON."""
+    """Device and versions, for the record of every part."""
     import torch
 
     from ddp_compile.bench.provenance import commit, processor
@@ -264,13 +270,11 @@ def main(program: str, about: str, parts_of: Callable[[str, Path], list[Part]], 
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and how long it may take")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="time limit of each part instead of its own")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without a GPU")
-    parser.add_argument(
-        "--row", type=Path, metavar="FILE", help="print a part's JSON as a row of docs/compatibility.md"
-    )
+    parser.add_argument("--row", type=Path, metavar="FILE", help="print such a JSON as a row of docs/compatibility.md")
     arguments = parser.parse_args(words)
     if arguments.row is not None:
         try:
-            print(row_of(arguments.row))
+            print(*rows_of(arguments.row), sep="\n")
         except ValueError as error:
             parser.error(str(error))
         return 0
@@ -297,4 +301,5 @@ def main(program: str, about: str, parts_of: Callable[[str, Path], list[Part]], 
     print(json.dumps(where, indent=1))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a part's files are written then too
-    return summarize({part.name: part.run(folder, where, {}) for part in chosen})
+    results = folder / f"{program.replace('-', '_')}.json"
+    return summarize({part.name: part.run(results, where) for part in chosen})

@@ -72,8 +72,8 @@ def test_part_that_exceeds_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyP
         starts=gpu_parts.Starts,
         figures=lambda said: gpu_parts.read_rows(times, said),
     )
-    assert part.run(tmp_path, NO_FIGURES, {}) == "FAILED: not done after 4 s"
-    record = json.loads((tmp_path / "times.json").read_text())
+    assert part.run(tmp_path / "check.json", NO_FIGURES) == "FAILED: not done after 4 s"
+    record = json.loads((tmp_path / "check.json").read_text())["times"]
     (row,) = record["figures"]
     assert (row["case"], row["us"], record["device"]) == ("first", "12.5", "a pretended one")
     assert record["last_lines"] == ["first is done"] and record["outcome"] == "FAILED: not done after 4 s"
@@ -102,8 +102,8 @@ def test_results_of_tests(tmp_path: Path) -> None:
     part = gpu_parts.Part(
         name="tests", command=command, limit_s=60, starts=gpu_parts.Starts, figures=gpu_parts.test_results
     )
-    assert part.run(tmp_path, NO_FIGURES, {}).startswith("FAILED with status 1")
-    figures = json.loads((tmp_path / "tests.json").read_text())["figures"]
+    assert part.run(tmp_path / "check.json", NO_FIGURES).startswith("FAILED with status 1")
+    figures = json.loads((tmp_path / "check.json").read_text())["tests"]["figures"]
     assert (figures["passed"], figures["skipped"], figures["not_ended"]) == (2, 2, [])
     assert [test.rpartition("/")[2] for test in figures["failed_tests"]] == ["test_three.py::test_fails"]
     said = (tmp_path / "tests.log").read_text()
@@ -143,7 +143,7 @@ def test_rehearsal_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert program("gpu_parts").main("gpu-check", "", program("gpu_check").parts, words) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
-    record = json.loads((tmp_path / "results" / "training_tests.json").read_text())
+    record = json.loads((tmp_path / "results" / "gpu_check.json").read_text())["training_tests"]
     assert record["outcome"] == "FAILED: no test ran, all were skipped"
     assert record["figures"]["skipped"] > 15 and record["figures"]["failed_tests"] == []
     assert {"python", "torch", "cuda"} <= set(record["versions"]) and record["device"] and record["commit"]
@@ -160,7 +160,7 @@ def test_rehearsal_on_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
     words = ["--device", "cpu", "--part", "training_tests", "--output", str(tmp_path)]
     done = subprocess.run([sys.executable, "benchmarks/gpu_check.py", *words], cwd=ROOT, capture_output=True, text=True)
-    record = json.loads((tmp_path / "training_tests.json").read_text())
+    record = json.loads((tmp_path / "gpu_check.json").read_text())["training_tests"]
     assert done.returncode == 0, done.stdout
     assert record["outcome"].startswith("passed") and record["figures"]["passed"] == 9
 
@@ -170,24 +170,24 @@ def print_row(file: Path) -> int:
     return status
 
 
-def test_row_of_a_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "gpu_tests.json"
-    record = {
-        "part": "gpu-tests",
-        "outcome": "passed in 70 s",
-        "device": "NVIDIA H100",
-        "commit": "abc",
-        "date": "2026-11-28",
+def test_rows_of_a_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gpu_check.json"
+    about = {"device": "NVIDIA H100", "commit": "abc", "date": "2026-11-28", "versions": {"torch": "2.11.0"}}
+    passed = {"outcome": "passed in 70 s", **about}
+    records = {
+        "library": {**passed, "figures": None},
+        "first_use": {**passed, "figures": {"first_call_s": [0.1]}},
+        "kernel_tests": {**passed, "figures": {"passed": 31, "skipped": 2}},
+        "memcheck": {**passed, "outcome": "FAILED with status 1", "figures": {"passed": 3, "failed": 4}},
+        "times": {**passed, "commit": "later", "figures": [{"time": 1}]},
     }
-    record |= {"versions": {"torch": "2.11.0"}, "figures": {"passed": 31, "skipped": 2}}  # type: ignore[dict-item]
-    file.write_text(json.dumps(record))
+    file.write_text(json.dumps(records))
     assert print_row(file) == 0
-    assert capsys.readouterr().out == "| NVIDIA H100, gpu-tests | 2.11.0 | 31 | 0 | 2 | 2026-11-28, abc |\n"
-    for figures in (None, [{"time": 1}], {"first_call_s": [0.1]}):  # of parts without tests
-        file.write_text(json.dumps({**record, "figures": figures}))
-        assert print_row(file) == 0
-        assert "| 2.11.0 | passed in 70 s |  |  | 2026-11-28, abc |" in capsys.readouterr().out
-    file.write_text('{"part": "times"}')
+    assert capsys.readouterr().out == (
+        "| NVIDIA H100: library, first_use, kernel_tests, memcheck FAILED with status 1 | 2.11.0 | 34 | 4 | 2 |"
+        " 2026-11-28, abc |\n| NVIDIA H100: times | 2.11.0 | 0 | 0 | 0 | 2026-11-28, later |\n"
+    )
+    file.write_text('{"times": {"device": "NVIDIA H100"}}')
     with pytest.raises(SystemExit):
         print_row(file)
-    assert "not a file that gpu_check.py has written (KeyError('figures'))" in capsys.readouterr().err
+    assert "not a file that gpu_check.py has written (KeyError('versions'))" in capsys.readouterr().err
