@@ -324,20 +324,20 @@ class ReplicatedModule(nn.Module):
         return state.reducer.algorithm.sharding.full_gradients(state.parameters.named)
 
     def check_replicas_of(self, *optimizers: torch.optim.Optimizer, buffers: bool = False) -> None:
-        """At agreement points compare the states of these optimizers, too, and the buffers; see ``check_replicas``.
+        """At agreement points, also compare the states of these optimizers, and the buffers; see ``check_replicas``.
 
-        Call it on every rank, with the same arguments; a second call replaces the first. Compared are tensors among the
-        states of reduced parameters. That takes as long as comparing as many bytes of parameters.
+        Call it on every rank, with the same arguments; a later call replaces them, so one without arguments ends it.
+        Tensors among the states of reduced parameters are compared, at the cost of as many bytes of parameters.
 
         Args:
-            *optimizers: They step parameters of this module, and their states are whole on every rank.
-            buffers: Compare the module's buffers. Leave it False if ranks change them by their own data, as BatchNorm
+            *optimizers: Optimizers of this module's parameters, whose states are whole on every rank.
+            buffers: Compare the module's buffers. Leave it False if ranks update them from their own data, as BatchNorm
                 does between two broadcasts.
 
         Raises:
-            ValueError: ``check_replicas`` is not ``"raise"``.
-            ReplicationError: An optimizer steps no reduced parameter, or is sharded; if that happens later, at the next
-                agreement point.
+            ValueError: ``check_replicas`` is ``"repair"`` or False.
+            ReplicationError: An optimizer is sharded, or steps no reduced parameter. If that becomes so later, it is
+                raised at the next agreement point.
         """
         state = state_of(self)
         state.monitor.replicas.also_compare(optimizers, state.buffers.tensors if buffers else dict, state.reduced)

@@ -114,6 +114,7 @@ class Replicas:
     def iteration_ends(self) -> None:
         """The iteration is over, in whatever way."""
         self._sums, self._is_due = None, False
+        self._compared = {}  # which keeps states of optimizers alive
         self._comparison.forget()
 
     @property
