@@ -5,8 +5,9 @@ The other ranks hold the same tensors as this one, so a sum is a product with th
 link for ``alpha + bytes sent / beta``. Transfers of all groups of the process run one at a time, in launch order. An
 all-reduce of b bytes sends ``2 (n - 1) / n * b``, as a ring does. A reduce-scatter of b bytes, an all-gather to b bytes
 and an all-to-all send half of that. A message to a rank sends its own size; a message from a rank arrives while others
-are sent. Except in sums, the other ranks' data leaves the tensor unchanged; messages that a sharded optimizer
-adds up bring zeros. Broadcasts, all-gathers of lists and barriers take no time.
+are sent. In an all-to-all, every rank sends what this one sends to itself. Otherwise the other ranks' data leaves the
+tensor unchanged; messages that a sharded optimizer adds up bring zeros. Broadcasts, all-gathers of lists and barriers
+take no time.
 
 A real collective slows down the computation: NCCL's kernels use multiprocessors and memory bandwidth, and gloo's copies
 use cores. A simulated one does not, so hidden communication costs less than in reality.
@@ -203,7 +204,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> dist.Work:
-        return self._launch("all_to_all", [output], 1, self.line.model.shards_s(input.nbytes))
+        own = input.detach().view(self.size(), -1)[:1].expand(self.size(), -1)
+        seconds = self.line.model.shards_s(input.nbytes)
+        return self._launch("all_to_all", [output.view(self.size(), -1)], 1, seconds, source=own)
 
     alltoall_base: Any = all_to_all_single
 
