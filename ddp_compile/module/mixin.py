@@ -335,7 +335,7 @@ class ReplicatedModule(nn.Module):
                 does between two broadcasts.
 
         Raises:
-            ValueError: ``check_replicas`` is ``"repair"`` or False.
+            ValueError: ``check_replicas`` is ``"repair"`` or False, or a buffer is sparse, quantized or without data.
             ReplicationError: An optimizer is sharded, or steps no reduced parameter. If that becomes so later, it is
                 raised at the next agreement point.
         """

@@ -68,6 +68,11 @@ class Replicas:
             )
         for optimizer in optimizers:
             _states(optimizer, reduced)
+        if unlike := [n for n, b in buffers().items() if b.layout is not torch.strided or b.is_meta or b.is_quantized]:
+            raise ValueError(
+                f"{this_rank()}: check_replicas_of(buffers=True) cannot compare {shorten_names(unlike)}: sparse,"
+                " quantized or on the device meta; leave buffers=True out"
+            )
         self._optimizers, self._buffers = optimizers, buffers
 
     def are_compared_in(self, iteration_number: int) -> bool:
@@ -161,7 +166,7 @@ class Replicas:
             said = self._comparison.describe(self._order, name, sums, describe, self._number)
         except StoreLostError:
             said = None
-        return shorten_names([names[int(i)] for i in said.split()] if said else names)
+        return shorten_names([names[int(i)] for i in said.split()] if said else names) or "none on this rank"
 
     def _way_out(self, source: str, compared: str) -> str:
         if self._has_repaired and self._check == "repair":

@@ -206,6 +206,11 @@ def _change(training: Training, what: str) -> None:
 def test_what_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match=r"check_replicas_of\(\) was called with check_replicas=False, .*'raise'"):
         Training(check_replicas=False).model.check_replicas_of()
+    module = Mlp(width=9, num_layers=3)
+    module.register_buffer("thin", torch.eye(2).to_sparse())
+    training = Training(module, broadcast_buffers=False, init_sync=False)
+    with pytest.raises(ValueError, match="cannot compare thin: sparse, quantized or on the device meta; leave"):
+        training.model.check_replicas_of(buffers=True)
     training = Training()
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with pytest.raises(ReplicationError, match="class SGD that is sharded, or steps no reduced parameter"):

@@ -119,6 +119,16 @@ def step_all(
         after_step()
 
 
+def with_states_compared(where: Where) -> Parameters:
+    """AdamW counts its steps in tensors on the CPU."""
+    model = where.replicate(seeded(blocks, where))
+    optimizer = adam(model.parameters())
+    if not where.is_alone:
+        model.check_replicas_of(optimizer, buffers=True)
+    step_all(where, model, optimizer)
+    return values(model)
+
+
 def normalized(where: Where, is_sharded: bool = False, **settings: Any) -> Parameters:
     """Micro-batches of fewer rows on rank 1. One process divides by the number of all rows."""
     model = where.replicate(seeded(blocks, where), **settings)
@@ -316,6 +326,7 @@ PROGRAMS = {
     "lazy buckets": averaging(lazy_bucket_allocation=True),
     "accumulation": averaging(num_local=2),
     "clipped": averaging(before_step=clip),
+    "states compared": Program(with_states_compared),
     "normalized": Program(partial(normalized, **BACKWARD)),
     "normalized, sharded": Program(partial(normalized, is_sharded=True)),
     "grad scaler": Program(with_grad_scaler, tolerance=1e-3),
