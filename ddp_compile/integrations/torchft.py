@@ -11,7 +11,6 @@ not commit what it may have sent before.
 This module does not import torchft: it calls the manager that it is given.
 """
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -27,7 +26,7 @@ from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Traits
-from ddp_compile.runtime.desync.replicas import sums_of_bits
+from ddp_compile.runtime.desync.replicas import BitSums
 
 # A value v travels as v and _LIMIT - v, whose maxima are the largest value and _LIMIT minus the smallest one. A replica
 # that does not take part sends zeros, which change neither.
@@ -140,9 +139,7 @@ class _Comparison:
 
 def _checksum(parameters: Sequence[Tensor]) -> int:
     """Of their bits, from 1 on."""
-    tensors = torch_internals.local_tensors([parameter.detach() for parameter in parameters])
-    sums = torch.stack([each for tensor in tensors for each in sums_of_bits([tensor])]).tolist()
-    return 1 + functools.reduce(lambda total, value: (31 * total + value) % (_LIMIT - 1), sums, 0)
+    return 1 + int(BitSums([parameters]).text(), 16) % (_LIMIT - 1)
 
 
 def _difference(name: str, here: int, smallest: int, largest: int) -> str:

@@ -327,7 +327,8 @@ class ReplicatedModule(nn.Module):
         """At agreement points, also compare the states of these optimizers, and the buffers; see ``check_replicas``.
 
         Call it on every rank, with the same arguments; a later call replaces them, so one without arguments ends it.
-        Tensors among the states of reduced parameters are compared, at the cost of as many bytes of parameters.
+        Tensors and integers among the states of reduced parameters are compared, at the cost of as many bytes of
+        parameters.
 
         Args:
             *optimizers: Optimizers of this module's parameters, whose states are whole on every rank.
@@ -335,11 +336,16 @@ class ReplicatedModule(nn.Module):
                 does between two broadcasts.
 
         Raises:
-            ValueError: ``check_replicas`` is ``"repair"`` or False, or a buffer is sparse, quantized or without data.
-            ReplicationError: An optimizer is sharded, or steps no reduced parameter. If that becomes so later, it is
-                raised at the next agreement point.
+            TypeError: Something else than an optimizer is passed.
+            ValueError: ``check_replicas`` is ``"repair"`` or False.
+            ReplicationError: An optimizer is sharded, or steps no reduced parameter; a state or a buffer is sparse,
+                quantized, nested or without data; or the ranks' parameters may differ, as with a comm hook. What
+                becomes so later is raised at the next agreement point, but for a comm hook, which ends the comparison.
         """
         state = state_of(self)
+        algorithm = state.reducer.algorithm
+        if not algorithm.traits.has_equal_replicas:
+            raise ReplicationError(f"check_replicas_of() compares nothing with the {algorithm.name}; leave it out")
         state.monitor.replicas.also_compare(optimizers, state.buffers.tensors if buffers else dict, state.reduced)
 
     def await_parameters(self) -> None:

@@ -3,10 +3,12 @@
 Note [Replicas]
 Every rank steps by the same bits of gradients, so parameters keep the same bits on every rank. A flipped bit of memory,
 a write on one rank or a step that one rank leaves out ends that without a word: gradients are still averaged, but those
-of different parameters. So at the agreement points of this model, each rank adds up the bits of the parameters of each
-bucket as integers of 64 bits, and the ranks compare the sums as they compare fingerprints. A sum depends neither on the
-order in which a device adds nor on memory layout. If one value of a bucket differs, so does the sum. If several do,
-their differences would have to cancel modulo 2**64.
+of different parameters. So at the agreement points of this model, each rank reads the parameters of each bucket as rows
+of 184 integers of 64 bits, adds up the rows, and the ranks compare digests of the sums as they compare fingerprints.
+Sums of integers do not depend on the order in which a device adds, and here not on memory layout. If one value differs,
+so does a sum. If several do, the differences of each column would have to cancel modulo 2**64. With one sum for all,
+they do so for swapped rows and masks, and for an even number of flipped signs of float64. So there is an odd number of
+rows, what is left is compared as it is, and few tensors have a row that is a multiple of 184 integers.
 
 The sums are started when the backward begins, and read before the last bucket is launched. Where there are streams, the
 host thus waits for the forward alone, and the device goes on with the backward. Nothing writes parameters in between.
@@ -15,8 +17,11 @@ If sums differ, the ranks post them, and then those of each parameter in the fir
 optimizers and buffers that `Replicas.also_compare` has been given are compared as further buckets.
 """
 
+import ctypes
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +41,7 @@ log = logging.getLogger(__name__)
 
 # Smaller tensors of one dtype are first copied together, since starting an operator costs more than reading them.
 _SMALL_BYTES = 256 * 1024
+_ROW = 184  # 8 * 23; on CPUs the sums take little longer than a single one
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -47,7 +53,7 @@ class Replicas:
         self._comparison = Comparison("replicas", rank, ranks)
         self._optimizers: Sequence[Optimizer] = ()
         self._buffers: Callable[[], Mapping[str, Tensor]] = dict
-        self._sums: _Sums | None = None  # of the iteration under way
+        self._sums: BitSums | None = None  # of the iteration under way
         self._compared: Mapping[str, Mapping[str, Tensor]] = {}
         self._number = 0  # of the iteration whose sums are compared
         self._is_due = False  # until they have been
@@ -68,11 +74,7 @@ class Replicas:
             )
         for optimizer in optimizers:
             _states(optimizer, reduced)
-        if unlike := [n for n, b in buffers().items() if b.layout is not torch.strided or b.is_meta or b.is_quantized]:
-            raise ValueError(
-                f"{this_rank()}: check_replicas_of(buffers=True) cannot compare {shorten_names(unlike)}: sparse,"
-                " quantized or on the device meta; leave buffers=True out"
-            )
+        _comparable(buffers())
         self._optimizers, self._buffers = optimizers, buffers
 
     def are_compared_in(self, iteration_number: int) -> bool:
@@ -85,9 +87,9 @@ class Replicas:
         self._compared = {
             **{f"parameters of bucket {i}": bucket for i, bucket in enumerate(buckets)},
             "states of optimizers": {k: v for each in self._optimizers for k, v in _states(each, reduced).items()},
-            "buffers": self._buffers(),
+            "buffers": _comparable(self._buffers()),
         }
-        self._sums = _Sums([list(tensors.values()) for tensors in self._compared.values()])
+        self._sums = BitSums([list(tensors.values()) for tensors in self._compared.values()])
 
     def last_bucket_is_launched(self, iteration_number: int) -> None:
         """Before the last bucket of the iteration is launched, tell the other ranks the sums, if there are any."""
@@ -153,7 +155,7 @@ class Replicas:
     def _names_that_differ(self, compared: str) -> str:
         """The first tensors that differ; all of them if the ranks have different ones, or their answers do not come."""
         tensors = self._compared[compared]
-        names, sums = list(tensors), _Sums([[tensor] for tensor in tensors.values()]).text()
+        names, sums = list(tensors), BitSums([[tensor] for tensor in tensors.values()]).text()
 
         def describe(texts: Mapping[int, str]) -> str | None:
             by_rank = [text.split() for text in texts.values()]
@@ -178,7 +180,8 @@ class Replicas:
             return (
                 "A bit has flipped, some ranks alone have written them or left out a step, or other ranks have passed"
                 " other optimizers or buffers to check_replicas_of(): start again from a checkpoint of before. Leave"
-                " what differs on purpose out of that call"
+                " what differs on purpose out of that call: buffers such as BatchNorm's, states of which each rank has"
+                " a part"
             )
         repair = "" if source == "none" else ", or let check_replicas='repair' broadcast those of the majority"
         return (
@@ -188,48 +191,80 @@ class Replicas:
         )
 
 
-class _Sums:
-    """The sum of the bits of each of some lists of tensors, which is being computed.
+class BitSums:
+    """The sums of the bits of each of some lists of tensors, which are being computed; see Note [Replicas].
 
     The tensors are of any dtype. Those of DTensors are this rank's parts. Sums move to the first tensor's device.
     """
 
     def __init__(self, lists: Sequence[Sequence[Tensor]]) -> None:
         with torch.no_grad(), torch_internals.outside_transforms():
-            parts = [sums_of_bits(torch_internals.local_tensors(tensors)) for tensors in lists]
-            self._lengths = [len(part) for part in parts]
+            parts = [_sums_of_bits(torch_internals.local_tensors(tensors)) for tensors in lists]
+            self._sizes = [[tensor.numel() for tensor in tensors] for tensors in lists]
+            self._num_sums = [sum(map(Tensor.numel, part)) for part in parts]
             sums = [each for part in parts for each in part]
             # A rank may have nothing of what others have.
-            self._flat = torch.stack([s.to(sums[0].device) for s in sums] if sums else [torch.tensor(0)])
+            self._flat = torch.cat([s.to(sums[0].device) for s in sums]) if sums else torch.zeros(1, dtype=torch.int64)
             self._known = streams.record(self._flat.device)
 
     def text(self) -> str:
         """Sixteen hex digits for each list; the host waits until they are known, and for nothing that came later."""
         with streams.SideStream(self._flat.device).on():
             self._known.wait()
-            values = iter(self._flat.tolist())
-        return " ".join(f"{sum(next(values) for _ in range(n)) % 2**64:016x}" for n in self._lengths)
+            host = self._flat.cpu()
+        digests, begin = [], host.data_ptr()
+        for sizes, num_sums in zip(self._sizes, self._num_sums, strict=True):
+            digest = hashlib.sha256(str(sizes).encode())
+            digest.update(ctypes.string_at(begin, 8 * num_sums))  # numpy need not be there
+            digests.append(digest.hexdigest()[:16])
+            begin += 8 * num_sums
+        return " ".join(digests)
 
 
-def _states(optimizer: Optimizer, reduced: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The states of an optimizer for these parameters, given by name; raises a ReplicationError if it steps none."""
+def _states(optimizer: Any, reduced: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The states of an optimizer for these parameters, given by name, in an order that is the same on every rank.
+
+    Raises a TypeError if it is no optimizer, and a ReplicationError if it steps none of them, or has parts of states.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class_name = type(optimizer).__name__
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"check_replicas_of() got a {class_name}; pass optimizers: check_replicas_of(optimizer, ...)")
     name_of = {parameter: name for name, parameter in reduced.items()}
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p in name_of]
-    class_name = type(optimizer).__name__
-    if not stepped:
+    if not stepped or isinstance(optimizer, ZeroRedundancyOptimizer):
         raise ReplicationError(
             f"{this_rank()}: check_replicas_of() has got an optimizer of class {class_name} that is sharded, or steps"
             " no reduced parameter of this model, so its states cannot be compared; leave it out"
         )
-    states = ((p, key, state) for p in stepped for key, state in optimizer.state.get(p, {}).items())
-    return {f"{class_name}.{key} of {name_of[p]}": s for p, key, s in states if isinstance(s, Tensor)}
+    found = {}
+    for parameter in stepped:
+        states = optimizer.state.get(parameter)
+        for key, state in states.items() if isinstance(states, Mapping) else ():
+            if isinstance(state, int):
+                state = torch.tensor(state)
+            if isinstance(state, Tensor):  # not floats, since LBFGS keeps the rank's own loss
+                found[f"{class_name}.{key} of {name_of[parameter]}"] = state
+    return _comparable(found)
 
 
-def sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _comparable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same by name; raises a ReplicationError if the bits of one cannot be read."""
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+            raise ReplicationError(
+                f"{this_rank()}: check_replicas_of() cannot compare {name}, which is sparse, quantized, nested or on"
+                " the device meta; leave its optimizer, or buffers=True, out"
+            )
+    return dict(sorted(tensors.items()))
+
+
+def _sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Sums of the bits of tensors as integers of 64 bits, in index order; what is left at an end, as smaller ones.
 
     Which elements share an integer depends on shapes and dtypes alone, so that equal values have equal sums. These are
-    int64 tensors of shape (). Their sum modulo 2**64 changes if one value does.
+    int64 tensors of one dimension.
     """
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sums = []
@@ -237,7 +272,7 @@ def sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
         if tensor.nbytes < _SMALL_BYTES and not tensor.is_complex():
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         else:
-            sums += _sums_of_flat(tensor.resolve_conj().reshape(-1))
+            sums += _sums_of_flat(tensor.resolve_conj().contiguous().view(-1))
     return sums + [each for alike in small.values() for each in _sums_of_flat(torch_internals.flatten(alike))]
 
 
@@ -250,5 +285,9 @@ def _sums_of_flat(flat: Tensor) -> list[Tensor]:
     of_one = flat.view(_INTEGERS[flat.element_size()])
     in_64_bits = 8 // flat.element_size()
     end = flat.numel() // in_64_bits * in_64_bits
-    sums = [of_one[:end].view(torch.int64).sum()]
-    return sums if end == flat.numel() else [*sums, of_one[end:].sum(dtype=torch.int64)]
+    words = of_one[:end].view(torch.int64)
+    num_rows = words.numel() // _ROW
+    num_rows -= num_rows > 0 and num_rows % 2 == 0
+    num_summed = num_rows * _ROW
+    rest = [words[num_summed:], of_one[end:].to(torch.int64)]
+    return [words[:num_summed].view(num_rows, _ROW).sum(0), *rest] if num_rows else rest

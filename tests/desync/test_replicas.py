@@ -14,6 +14,8 @@ from in_ci import only
 from models import Mlp, loss_of
 from rank_pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ddp_compile import RanksDifferError, ReplicationError, ddp_compile
 from ddp_compile.runtime.desync import model_order, replicas
@@ -31,8 +33,8 @@ def flip_bit(tensor: Tensor, element: int, bit: int) -> None:
     place[element % place.numel()] ^= -(2 ** (width - 1)) if bit % width == width - 1 else 2 ** (bit % width)
 
 
-def sum_of(*tensors: Tensor) -> int:
-    return sum(each.item() for each in replicas.sums_of_bits(tensors)) % 2**64  # type: ignore[misc]
+def sum_of(*tensors: Tensor) -> str:
+    return replicas.BitSums([tensors]).text()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -53,11 +55,28 @@ def test_sums_do_not_depend_on_layout() -> None:
     image = torch.randn(3, 5, 300, 301)
     moved = torch.cat([torch.zeros(1), image.flatten()])[1:].view_as(image)  # begins at 4 bytes
     assert len({sum_of(each) for each in (image, image.to(memory_format=torch.channels_last), moved)}) == 1
-    assert sum_of(torch.empty(0), image) == sum_of(image)
+    assert sum_of(image.expand(2, 3, 5, 300, 301)) == sum_of(image.repeat(2, 1, 1, 1, 1))
+    assert sum_of(torch.zeros(200_000, 2)[:, 0]) == sum_of(torch.zeros(200_000))
     odd = torch.randn(3)  # begins a concatenation of small ones
     assert len({sum_of(odd, each) for each in (image, image.to(memory_format=torch.channels_last), moved)}) == 1
     conjugate = torch.randn(50_000, dtype=torch.complex64).conj()
     assert sum_of(conjugate) == sum_of(conjugate.resolve_conj())
+
+
+@pytest.mark.parametrize("numel", [8, 4096, 2**18])
+def test_sums_of_what_is_moved_or_scaled(numel: int) -> None:
+    values = torch.rand(numel, dtype=torch.float64) + 0.5
+    counts = torch.arange(numel)
+    alike = [
+        (values, -values, 2 * values, values.roll(1), values.flip(0), values.view(-1, 4).roll(1, 1)),
+        (counts, counts.roll(1), counts.flip(0), counts.where(counts != 0, 2).where(counts != 2, 0)),
+        ([values, counts], [counts, values]),
+        ([values, values + 1], [values + 1, values]),
+        ([], [torch.zeros(3)], [torch.zeros(4)], [torch.zeros(3), torch.zeros(0)]),
+    ]
+    for changed in alike:
+        sums = [sum_of(*each) if isinstance(each, list) else sum_of(each) for each in changed]
+        assert len(set(sums)) == len(changed)
 
 
 @contextmanager
@@ -173,7 +192,10 @@ def test_states_that_differ_are_not_repaired() -> None:
         ("step", r"states of optimizers \(AdamW.step of .*bias, .*\) do not have .* those on rank 1 differ from"),
         ("exp_avg", r"states of optimizers \(AdamW.exp_avg of [^,]*bias\) do not .* those on rank 1 differ from"),
         ("buffer", r"at iteration 8 the buffers \(counted\) do not have .* those on rank 1 differ from"),
-        ("call", r"states of optimizers \(.*other optimizers or buffers to check_replicas_of\(\)"),
+        (
+            "call",
+            r"the buffers \(.*\) do not .* or other ranks have passed other optimizers or buffers to check",
+        ),
     ],
 )
 @on_ranks(3, eagerly=True)
@@ -209,8 +231,16 @@ def test_what_cannot_be_compared() -> None:
     module = Mlp(width=9, num_layers=3)
     module.register_buffer("thin", torch.eye(2).to_sparse())
     training = Training(module, broadcast_buffers=False, init_sync=False)
-    with pytest.raises(ValueError, match="cannot compare thin: sparse, quantized or on the device meta; leave"):
+    with pytest.raises(ReplicationError, match="cannot compare thin, which is sparse, quantized, nested or on the"):
         training.model.check_replicas_of(buffers=True)
+    with pytest.raises(TypeError, match="got a list; pass optimizers"):
+        training.model.check_replicas_of([training.optimizer])  # type: ignore[arg-type]
+    shards = ZeroRedundancyOptimizer(training.model.parameters(), torch.optim.AdamW)
+    with pytest.raises(ReplicationError, match="class ZeroRedundancyOptimizer that is sharded"):
+        training.model.check_replicas_of(shards)
+    training.model.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ReplicationError, match=r"compares nothing with the comm hook .*; leave it out"):
+        training.model.check_replicas_of(training.optimizer)
     training = Training()
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with pytest.raises(ReplicationError, match="class SGD that is sharded, or steps no reduced parameter"):
