@@ -20,7 +20,7 @@ optimizers and buffers that `Replicas.also_compare` has been given are compared 
 import ctypes
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -192,33 +192,41 @@ class Replicas:
 
 
 class BitSums:
-    """The sums of the bits of each of some lists of tensors, which are being computed; see Note [Replicas].
+    """Digests of sums of the bits of each of some lists of tensors, which are being computed; see Note [Replicas].
 
-    The tensors are of any dtype. Those of DTensors are this rank's parts. Sums move to the first tensor's device.
+    The tensors are of any dtype. Those of DTensors are this rank's parts.
     """
 
     def __init__(self, lists: Sequence[Sequence[Tensor]]) -> None:
+        self._digests = [hashlib.sha256(str([each.numel() for each in tensors]).encode()) for tensors in lists]
+        self._on_device: list[tuple[int, int]] = []  # of which list, and how many sums
+        on_device = []
         with torch.no_grad(), torch_internals.outside_transforms():
-            parts = [_sums_of_bits(torch_internals.local_tensors(tensors)) for tensors in lists]
-            self._sizes = [[tensor.numel() for tensor in tensors] for tensors in lists]
-            self._num_sums = [sum(map(Tensor.numel, part)) for part in parts]
-            sums = [each for part in parts for each in part]
-            # A rank may have nothing of what others have.
-            self._flat = torch.cat([s.to(sums[0].device) for s in sums]) if sums else torch.zeros(1, dtype=torch.int64)
-            self._known = streams.record(self._flat.device)
+            for number, tensors in enumerate(lists):
+                for sums in _sums_of_bits(torch_internals.local_tensors(tensors)):
+                    if streams.has_streams(sums.device):
+                        on_device.append(sums)
+                        self._on_device.append((number, sums.numel()))
+                    else:  # at once, which needs no memory during the backward
+                        self._add(number, sums.data_ptr(), sums.numel())
+            if on_device:
+                self._flat = torch.cat(on_device)
+                self._known = streams.record(self._flat.device)
 
     def text(self) -> str:
         """Sixteen hex digits for each list; the host waits until they are known, and for nothing that came later."""
-        with streams.SideStream(self._flat.device).on():
-            self._known.wait()
-            host = self._flat.cpu()
-        digests, begin = [], host.data_ptr()
-        for sizes, num_sums in zip(self._sizes, self._num_sums, strict=True):
-            digest = hashlib.sha256(str(sizes).encode())
-            digest.update(ctypes.string_at(begin, 8 * num_sums))  # numpy need not be there
-            digests.append(digest.hexdigest()[:16])
-            begin += 8 * num_sums
-        return " ".join(digests)
+        if self._on_device:
+            with streams.SideStream(self._flat.device).on():
+                self._known.wait()
+                host = self._flat.cpu()
+            place = host.data_ptr()
+            for number, num_sums in self._on_device:
+                self._add(number, place, num_sums)
+                place += 8 * num_sums
+        return " ".join(digest.hexdigest()[:16] for digest in self._digests)
+
+    def _add(self, number: int, place: int, num_sums: int) -> None:
+        self._digests[number].update(ctypes.string_at(place, 8 * num_sums))  # numpy need not be there
 
 
 def _states(optimizer: Any, reduced: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -260,23 +268,23 @@ def _comparable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(sorted(tensors.items()))
 
 
-def _sums_of_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _sums_of_bits(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Sums of the bits of tensors as integers of 64 bits, in index order; what is left at an end, as smaller ones.
 
     Which elements share an integer depends on shapes and dtypes alone, so that equal values have equal sums. These are
-    int64 tensors of one dimension.
+    contiguous int64 tensors of one dimension.
     """
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    sums = []
     for tensor in tensors:
         if tensor.nbytes < _SMALL_BYTES and not tensor.is_complex():
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         else:
-            sums += _sums_of_flat(tensor.resolve_conj().contiguous().view(-1))
-    return sums + [each for alike in small.values() for each in _sums_of_flat(torch_internals.flatten(alike))]
+            yield from _sums_of_flat(tensor.resolve_conj().contiguous().view(-1))
+    for alike in small.values():
+        yield from _sums_of_flat(torch_internals.flatten(alike))
 
 
-def _sums_of_flat(flat: Tensor) -> list[Tensor]:
+def _sums_of_flat(flat: Tensor) -> Iterator[Tensor]:
     flat = flat.resolve_neg().detach()
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
@@ -288,6 +296,7 @@ def _sums_of_flat(flat: Tensor) -> list[Tensor]:
     words = of_one[:end].view(torch.int64)
     num_rows = words.numel() // _ROW
     num_rows -= num_rows > 0 and num_rows % 2 == 0
-    num_summed = num_rows * _ROW
-    rest = [words[num_summed:], of_one[end:].to(torch.int64)]
-    return [words[:num_summed].view(num_rows, _ROW).sum(0), *rest] if num_rows else rest
+    if num_rows:
+        yield words[: num_rows * _ROW].view(num_rows, _ROW).sum(0)
+    yield words[num_rows * _ROW :]
+    yield of_one[end:].to(torch.int64)
