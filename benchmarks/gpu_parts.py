@@ -95,15 +95,17 @@ class Part:
 
     def run(self, results: Path, about: Mapping[str, Any]) -> str:
         """Run it, and put its record into the JSON. The outcome's first word is "passed", "FAILED" or "not"."""
-        if self.missing:
-            return f"{'not run' if self.optional else 'FAILED'}: {self.missing}"
-        print(f"\n== {self.name}, at most {self.limit_s:g} s: {shlex.join(self.command)}", flush=True)
-        start, log, outcome = time.monotonic(), results.with_name(f"{self.name}.log"), "FAILED: stopped from outside"
+        # Read first: a file that is no JSON ends the command before minutes on a device are spent.
+        before = json.loads(results.read_text()) if results.exists() else {}
+        start, log = time.monotonic(), results.with_name(f"{self.name}.log")
+        log.write_bytes(b"")
+        outcome, figures = "FAILED: stopped from outside", None
         try:
             outcome = self._outcome(log, start)
         finally:
             said = log.read_text(errors="replace")
-            figures = self.figures(said)
+            if not self.missing:
+                figures = self.figures(said)
             if self.figures is test_results and outcome.startswith("passed") and not figures.get("passed"):
                 outcome = "FAILED: no test ran, all were skipped"
             record = {
@@ -111,11 +113,16 @@ class Part:
                 **{"command": shlex.join(self.command), **about},
                 **{"figures": figures, "last_lines": said.splitlines()[-TAIL_LINES:]},
             }
-            before = json.loads(results.read_text()) if results.exists() else {}
-            results.write_text(json.dumps({**before, self.name: record}, indent=1) + "\n")
+            # Renamed when it is whole: a run that is killed leaves no half of a JSON.
+            whole = results.with_suffix(".new")
+            whole.write_text(json.dumps({**before, self.name: record}, indent=1) + "\n")
+            whole.replace(results)
         return outcome
 
     def _outcome(self, log: Path, start: float) -> str:
+        if self.missing:
+            return f"{'not run' if self.optional else 'FAILED'}: {self.missing}"
+        print(f"\n== {self.name}, at most {self.limit_s:g} s: {shlex.join(self.command)}", flush=True)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **search_path(ROOT), **self.environment}
         options: Any = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         # In its own session, so that the command's children are stopped with it.

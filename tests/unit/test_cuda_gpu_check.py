@@ -1,5 +1,6 @@
 """The commands that check and time everything on a CUDA device: what they start, their limits, and what they leave."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -41,6 +42,28 @@ def test_limits_and_files_of_parts(name: str, tmp_path: Path) -> None:
         for argument in part.command:
             if argument.startswith(("tests/", "benchmarks/")):
                 assert (ROOT / argument).exists(), argument
+
+
+@pytest.mark.parametrize(("optional", "outcome"), [(True, "not run: no sanitizer"), (False, "FAILED: no sanitizer")])
+def test_part_that_cannot_run(optional: bool, outcome: str, tmp_path: Path) -> None:
+    """Its record says why, and replaces what an earlier run said of it."""
+    gpu_parts = program("gpu_parts")
+    part = gpu_parts.Part(name="memcheck", command=["true"], limit_s=4, starts=gpu_parts.Starts)
+    about = {"device": "NVIDIA H100", "commit": "abc", "date": "2026-11-28", "versions": {"torch": "2.11.0"}}
+    assert part.run(tmp_path / "check.json", about).startswith("passed")
+    absent = dataclasses.replace(part, missing="no sanitizer", optional=optional, figures=gpu_parts.test_results)
+    assert absent.run(tmp_path / "check.json", about) == outcome
+    (row,) = gpu_parts.rows_of(tmp_path / "check.json")
+    assert row == f"| NVIDIA H100: memcheck {outcome} | 2.11.0 | 0 | 0 | 0 | 2026-11-28, abc |"
+
+
+def test_file_that_is_no_json(tmp_path: Path) -> None:
+    gpu_parts = program("gpu_parts")
+    (tmp_path / "check.json").write_text('{"library": {"outc')
+    part = gpu_parts.Part(name="memcheck", command=["touch", str(tmp_path / "ran")], limit_s=4, starts=gpu_parts.Starts)
+    with pytest.raises(ValueError, match="Unterminated string"):
+        part.run(tmp_path / "check.json", NO_FIGURES)
+    assert not (tmp_path / "ran").exists()
 
 
 # It writes what it has, and then hangs, with a child, deaf to Ctrl-C.
