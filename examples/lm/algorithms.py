@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -19,7 +18,6 @@ from ddp_compile.algorithms import (
 )
 from ddp_compile.optim import QAdam
 
-_DILOCO: Mapping[str, Any] = {"sync_every": 10, "outer_lr": 1.0, "outer_momentum": 0.5, "warmup_steps": 60}
 _ALGORITHMS: Mapping[str, Callable[[], AlgorithmConfig]] = {
     "all-reduce": GradientAllReduce,
     "bfloat16": lambda: GradientAllReduce(wire_dtype=torch.bfloat16),
@@ -29,8 +27,7 @@ _ALGORITHMS: Mapping[str, Callable[[], AlgorithmConfig]] = {
     "low-precision": LowPrecisionDecentralized,
     "local-sgd": lambda: LocalSGD(period=4, warmup_steps=10),
     # A cycle of few steps needs other outer settings than the defaults, which are for hundreds of steps.
-    "diloco": lambda: DiLoCo(**_DILOCO),
-    "diloco-bytes": lambda: DiLoCo(**_DILOCO, wire_dtype=torch.uint8),
+    "diloco": lambda: DiLoCo(sync_every=10, outer_lr=1.0, outer_momentum=0.5, warmup_steps=60),
     "async": lambda: AsyncModelAverage(sync_interval_ms=100, warmup_steps=10),
 }
 NAMES = (*_ALGORITHMS, "qadam")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,12 @@ from ddp_compile.algorithms import (
     AlgorithmConfig,
     FlatParameters,
     Traits,
-    all_gather,
     all_reduce,
-    all_to_all,
     average_over,
     streams,
     wait_for,
 )
 from ddp_compile.errors import ReductionError, shorten_names, this_rank
-from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
 
 #: If nothing has written to any parameter by then, no optimizer steps them; a scaler would not skip so many steps.
@@ -132,7 +129,7 @@ class DiLoCoAlgorithm(ParameterAverage):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The fragments and the number of steps. Every rank calls it; with eight bits, quantization errors differ."""
+        """The fragments and the number of steps. Every rank calls it."""
         state = super().state_dict()
         self.finish_exchanges()
         fragments = [fragment.state_dict() for fragment in self._fragments]
@@ -156,52 +153,9 @@ class DiLoCoAlgorithm(ParameterAverage):
         super().refuse_state(state)
         if [fragment.shapes for fragment in self._fragments] != [_shapes_of(each) for each in state["fragments"]]:
             raise ValueError(
-                f"{this_rank()}: the {self.name} was given the state of other parameters or fragments, of another"
-                " wire_dtype or, with torch.uint8, of another number of ranks; load it into the algorithm whose"
-                " state_dict() it is"
+                f"{this_rank()}: the {self.name} was given the state of other parameters or fragments; load it into the"
+                " algorithm whose state_dict() it is"
             )
-
-
-#: Yields the works of each collective and the tensors that are in use until then and after; returns the mean deltas. A
-#: function and not a method of a fragment: the fragment keeps it, and its frame would keep the fragment.
-_Stages = Generator[tuple[list[Any], list[Tensor]], None, list[Tensor]]
-
-
-def _mean(deltas: list[Tensor], wire_dtype: torch.dtype, group: dist.ProcessGroup) -> _Stages:
-    if group.size() > 1:
-        deltas = [delta.mul_(1 / group.size()).to(wire_dtype) for delta in deltas]
-        yield [all_reduce(delta, group) for delta in deltas], deltas
-    return deltas
-
-
-def _mean_in_eight_bits(
-    deltas: list[Tensor], errors: list[Tensor], errors_of_sums: list[Tensor], group: dist.ProcessGroup
-) -> _Stages:
-    """An all-to-all of compressed chunks, then an all-gather of the compressed sum of each chunk.
-
-    Every rank decodes the same bytes, also of its own chunk, so all ranks get the same bits. Quantization errors are
-    added to what is sent: those of this rank's deltas, a row for each rank's chunk, and of the sums that it owns.
-    """
-    sent = []
-    for delta, error in zip(deltas, errors, strict=True):
-        error.view(-1)[: delta.numel()] += delta
-        sent.append(_compress(error, group.size()))
-    received = [torch.empty_like(rows) for rows in sent]
-    works = [all_to_all(to, rows, group) for to, rows in zip(received, sent, strict=True)]
-    yield works, deltas + sent + received
-    owned = []
-    for rows, total in zip(received, errors_of_sums, strict=True):
-        for row in rows:
-            minmax_u8_decompress(row[None], part := torch.empty_like(total))
-            total.add_(part, alpha=1 / group.size())
-        owned.append(_compress(total, 1))
-    gathered = [torch.empty_like(rows) for rows in sent]
-    works = [all_gather(to.view(-1), row.view(-1), group) for to, row in zip(gathered, owned, strict=True)]
-    yield works, deltas + gathered + owned
-    for delta, rows, error in zip(deltas, gathered, errors, strict=True):
-        minmax_u8_decompress(rows, mean := torch.empty_like(error).view(-1))
-        delta.copy_(mean[: delta.numel()])
-    return deltas
 
 
 class _Fragment:
@@ -212,29 +166,13 @@ class _Fragment:
     ) -> None:
         self._parameters, self._config, self._offset = FlatParameters(parameters), config, offset
         self._group, self._name = group, name
-        self._mean: list[Tensor] | None = None  # delta of the ranks, received but not applied
-        self._stages: _Stages | None = None  # of an exchange under way
-        self._works: list[Any] = []
-        self._used: list[Tensor] = []  # by these works, and after them
+        self._deltas: list[Tensor] | None = None  # this rank's, which become the mean of all
+        self._works: list[Any] = []  # after which they are that
         self._before, self._momentum = self._parameters.copies(), self._parameters.new()
-        chunks = [math.ceil(flat.numel() / group.size()) for flat in self._before] if self._is_compressed else []
-        # Quantization errors of this rank's deltas, and of the sums of the chunks that it owns.
-        self._errors = [torch.zeros(group.size(), n, device=self._before[0].device) for n in chunks]
-        self._errors_of_sums = [torch.zeros(n, device=self._before[0].device) for n in chunks]
-
-    @property
-    def _is_compressed(self) -> bool:
-        return self._config.wire_dtype is torch.uint8 and self._group.size() > 1
 
     def acts_after(self, step: int) -> bool:
         """Whether it sends or receives after this step, counted from 1 after warm-up."""
-        delay = self._config.fragment_sync_delay
-        return self._age(step) in ((0, delay, self._middle) if self._is_compressed else (0, delay))
-
-    @property
-    def _middle(self) -> int:
-        """Age at which the second of two collectives is started, so that both have half of the delay."""
-        return (self._config.fragment_sync_delay + 1) // 2
+        return self._age(step) in (0, self._config.fragment_sync_delay)
 
     def _age(self, step: int) -> int | None:
         """The number of steps since it was sent; None if it never was."""
@@ -244,66 +182,47 @@ class _Fragment:
         """Send and receive what is to be after this step."""
         age = self._age(step)
         if age == 0:
-            self._stages = self._exchange()
-            self._go_on()
-        elif age == self._middle and self._is_compressed:
-            self._go_on()
-        if age == self._config.fragment_sync_delay and (self._stages is not None or self._mean is not None):
-            self.finish()
+            self._send()
+        if age == self._config.fragment_sync_delay and self._deltas is not None:
             self._apply()
 
-    def _exchange(self) -> _Stages:
-        now = self._parameters.copies()
-        deltas = [before.float() - x.float() for before, x in zip(self._before, now, strict=True)]
-        if self._is_compressed:
-            return _mean_in_eight_bits(deltas, self._errors, self._errors_of_sums, self._group)
-        return _mean(deltas, self._config.wire_dtype, self._group)
+    def _send(self) -> None:
+        now, size = self._parameters.copies(), self._group.size()
+        self._deltas = [before.float() - x.float() for before, x in zip(self._before, now, strict=True)]
+        if size > 1:
+            self._deltas = [delta.mul_(1 / size).to(self._config.wire_dtype) for delta in self._deltas]
+            self._works = [all_reduce(delta, self._group) for delta in self._deltas]
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Receive what is under way."""
-        while self._stages is not None:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Wait for the collectives under way, and start the next ones."""
-        if self._stages is None:
-            return
-        wait_for(self._works, self._name)
-        streams.used_here(self._used)  # another stream may have allocated them, at an earlier step
-        try:
-            self._works, self._used = next(self._stages)
-        except StopIteration as end:
-            self._mean, self._stages, self._works, self._used = end.value, None, [], []
+        if self._deltas is not None:
+            wait_for(self._works, self._name)
+            streams.used_here(self._deltas)  # another stream may have allocated them, at an earlier step
+            self._works = []
 
     def _apply(self) -> None:
         """The outer step."""
-        config, mean = self._config, self._mean
-        assert mean is not None
-        streams.used_here(mean)
-        self._mean, new = None, self._parameters.copies()
-        for before, momentum, delta, x in zip(self._before, self._momentum, mean, new, strict=True):
+        self.finish()
+        assert self._deltas is not None
+        config, new = self._config, self._parameters.copies()
+        for before, momentum, delta, x in zip(self._before, self._momentum, self._deltas, new, strict=True):
             gradient = delta.to(before.dtype)
             momentum.mul_(config.outer_momentum).add_(gradient)
             before.add_(gradient.add(momentum, alpha=config.outer_momentum), alpha=-config.outer_lr)
             x.copy_(before.lerp(x, config.fragment_update_alpha) if config.fragment_update_alpha else before)
+        self._deltas = None
         self._parameters.write(new)
 
     def begin_anew(self) -> None:
         """Set g to the parameters, and all else to zero."""
-        self._mean = None
+        self._deltas = None
         self._parameters.read(self._before)
-        for flat in (*self._momentum, *self._errors, *self._errors_of_sums):
+        for flat in self._momentum:
             flat.zero_()
 
     @property
     def _kept(self) -> dict[str, list[Tensor]]:
-        return {
-            "before": self._before,
-            "momentum": self._momentum,
-            "lost": self._errors,
-            "lost_of_sums": self._errors_of_sums,
-        }
+        return {"before": self._before, "momentum": self._momentum}
 
     @property
     def shapes(self) -> dict[str, list[torch.Size]]:
@@ -311,7 +230,7 @@ class _Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Copies; with the mean over the ranks if it was received but not applied. Nothing may be under way."""
-        mean = None if self._mean is None else [delta.clone() for delta in self._mean]
+        mean = None if self._deltas is None else [delta.clone() for delta in self._deltas]
         return {**{key: [flat.clone() for flat in flats] for key, flats in self._kept.items()}, "mean": mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -320,16 +239,7 @@ class _Fragment:
             for flat, given in zip(flats, state[key], strict=True):
                 flat.copy_(given)
         device = self._before[0].device
-        self._mean = None if state["mean"] is None else [delta.to(device, copy=True) for delta in state["mean"]]
-
-
-def _compress(values: Tensor, num_chunks: int) -> Tensor:
-    """Compress in chunks; leaves the quantization error in `values`."""
-    flat = values.view(-1)
-    rows = minmax_u8_compress(flat, num_chunks)
-    minmax_u8_decompress(rows, rounded := torch.empty_like(flat))
-    flat -= rounded
-    return rows
+        self._deltas = None if state["mean"] is None else [delta.to(device, copy=True) for delta in state["mean"]]
 
 
 def cut(parameters: Sequence[Parameter], count: int) -> list[list[Parameter]]:
@@ -345,7 +255,7 @@ def cut(parameters: Sequence[Parameter], count: int) -> list[list[Parameter]]:
 
 
 def _shapes_of(state: Mapping[str, Any]) -> dict[str, list[torch.Size]]:
-    return {key: [flat.shape for flat in flats] for key, flats in state.items() if key != "mean"}
+    return {key: [flat.shape for flat in state[key]] for key in ("before", "momentum")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,10 +263,9 @@ class DiLoCo(AlgorithmConfig):
     """Every rank trains by itself with any optimizer; after many steps, an outer optimizer steps by the mean change.
 
     With H = ``sync_every`` it sends H times less than an all-reduce of gradients in float32; H = 100 to 500 is usual.
-    The outer optimizer is ``torch.optim.SGD(nesterov=True)``. It takes memory for two copies of the parameters, and
-    with eight bits for one more in float32. Parameters are averaged as soon as the optimizer has stepped, so an
-    evaluation after that step sees the same parameters on every rank. The arguments are named as those of
-    ``torchft.local_sgd.DiLoCo``, where it has them.
+    The outer optimizer is ``torch.optim.SGD(nesterov=True)``. It takes memory for two copies of the parameters.
+    Parameters are averaged as soon as the optimizer has stepped, so an evaluation after that step sees the same
+    parameters on every rank. The arguments are named as those of ``torchft.local_sgd.DiLoCo``, where it has them.
 
     Args:
         sync_every: Number of steps from one outer step to the next, of each fragment.
@@ -366,8 +275,7 @@ class DiLoCo(AlgorithmConfig):
             ``sync_every``.
         fragment_update_alpha: Weight of this rank's own parameters when the outer step's result is mixed with them,
             from 0 to 1. With a delay, 0 drops the steps of the meantime.
-        wire_dtype: ``torch.float32``, ``torch.bfloat16``, or ``torch.uint8``: eight bits a value, relative to the
-            smallest and largest value of a chunk for each rank. The quantization error is added the next time.
+        wire_dtype: Of the deltas that are sent: ``torch.float32`` or ``torch.bfloat16``.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its Nesterov momentum; 0 with ``outer_lr=1`` averages parameters. The defaults are for cycles of
             hundreds of steps; cycles of 10 steps did better with ``outer_lr=1`` and ``outer_momentum=0.5``.
@@ -400,9 +308,10 @@ class DiLoCo(AlgorithmConfig):
                 f"DiLoCo(fragment_sync_delay={self.fragment_sync_delay}) must be less than"
                 f" sync_every={self.sync_every}, since a fragment is received before it is sent again"
             )
-        if self.wire_dtype not in (torch.float32, torch.bfloat16, torch.uint8):
+        if self.wire_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
-                f"DiLoCo(wire_dtype={self.wire_dtype!r}): pass torch.float32, torch.bfloat16 or torch.uint8"
+                f"DiLoCo(wire_dtype={self.wire_dtype!r}): pass torch.float32 or torch.bfloat16; to hide the transfer,"
+                " pass fragments and fragment_sync_delay"
             )
         for name, most in (("fragment_update_alpha", 1.0), ("outer_lr", math.inf), ("outer_momentum", 1.0)):
             value = getattr(self, name)

@@ -244,9 +244,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "shift_one": PAIRS,
     "low precision": RING,
     "local SGD": LocalSGD(period=2, warmup_steps=3),
-    "DiLoCo": DiLoCo(
-        sync_every=4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.5, wire_dtype=torch.uint8
-    ),
+    "DiLoCo": DiLoCo(sync_every=4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.5),
 }
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from averages import Simulation, error_of, make_adamw, make_model, train_step
 from beside import flat_of, is_same_everywhere, of_all_ranks
-from compression import coded
 from in_ci import only
 from rank_pool import on_ranks
 from torch import Tensor, nn
@@ -21,32 +19,27 @@ from ddp_compile import ReductionError, ReplicationError, ddp_compile, shard_opt
 from ddp_compile.algorithms import DiLoCo
 
 STEPS = 10
-BYTES = DiLoCo(
-    sync_every=4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.25, wire_dtype=torch.uint8, outer_lr=0.5
-)
+ALL = DiLoCo(sync_every=4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.25, outer_lr=0.5)
 CASES = {
     "whole": DiLoCo(sync_every=3),
     "fragments": DiLoCo(sync_every=5, fragments=3),
     "delay": DiLoCo(sync_every=3, fragments=2, fragment_sync_delay=2, fragment_update_alpha=0.3),
     "bfloat16": DiLoCo(sync_every=2, wire_dtype=torch.bfloat16),
-    "eight bits": DiLoCo(sync_every=2, wire_dtype=torch.uint8),
-    "all of it": BYTES,
+    "all of it": ALL,
     "after warm-up": DiLoCo(sync_every=2, fragments=3, warmup_steps=2),
 }
 
 
 class Part(NamedTuple):
-    """A fragment: its place in the flat parameters, the step that sends it, and what is kept."""
+    """A fragment: its place in the flat parameters, the step that sends it, and the outer optimizer."""
 
     where: slice
     offset: int
     outer: nn.Parameter
     optimizer: torch.optim.Optimizer
-    lost: list[Tensor]  # of each rank's deltas
-    lost_of_sums: list[Tensor]
 
 
-def parts_of(module: nn.Module, config: DiLoCo, size: int) -> list[Part]:
+def parts_of(module: nn.Module, config: DiLoCo) -> list[Part]:
     """Fragments of whole parameters; a new one begins once its share of all values has been passed."""
     numels = [p.numel() for p in module.parameters()]
     share, ends, seen = sum(numels) / config.fragments, [], 0
@@ -59,37 +52,25 @@ def parts_of(module: nn.Module, config: DiLoCo, size: int) -> list[Part]:
     for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         outer = nn.Parameter(flat[begin:end].clone())
         optimizer = torch.optim.SGD([outer], lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True)
-        chunk = math.ceil((end - begin) / size)
-        lost = torch.zeros(2, size, size * chunk)
         offset = (number + 1) * config.sync_every // config.fragments
-        parts.append(Part(slice(begin, end), offset, outer, optimizer, list(lost[0]), list(lost[1, :, :chunk])))
+        parts.append(Part(slice(begin, end), offset, outer, optimizer))
     return parts
 
 
-def mean_of(deltas: list[Tensor], part: Part, wire_dtype: torch.dtype) -> Tensor:
-    size, numel = len(deltas), len(deltas[0])
-    if wire_dtype is not torch.uint8 or size == 1:
-        dtype = wire_dtype if size > 1 else torch.float32
-        return torch.stack([(delta / size).to(dtype) for delta in deltas]).sum(0).float()
-    sums = [lost.clone() for lost in part.lost_of_sums]
-    for delta, lost in zip(deltas, part.lost, strict=True):
-        lost[:numel] += delta
-        for owner, chunk in enumerate(lost.chunk(size)):
-            sums[owner].add_(coded(chunk), alpha=1 / size)  # to the last bit, on which a code may depend
-            chunk -= coded(chunk)
-    for total, lost in zip(sums, part.lost_of_sums, strict=True):
-        lost.copy_(total - coded(total))
-    return torch.cat([coded(total) for total in sums])[:numel]
+def mean_of(deltas: list[Tensor], wire_dtype: torch.dtype) -> Tensor:
+    size = len(deltas)
+    dtype = wire_dtype if size > 1 else torch.float32
+    return torch.stack([(delta / size).to(dtype) for delta in deltas]).sum(0).float()
 
 
 def simulate(simulation: Simulation, config: DiLoCo) -> Iterator[list[Part]]:
-    parts, under_way = parts_of(simulation.models[0], config, simulation.size), {}
+    parts, under_way = parts_of(simulation.models[0], config), {}
     for step in range(STEPS):
         simulation.compute_gradients(step)
         if step < config.warmup_steps:
             simulation.average_gradients()
             simulation.step()
-            parts = parts_of(simulation.models[0], config, simulation.size)
+            parts = parts_of(simulation.models[0], config)
             yield parts
             continue
         simulation.step()
@@ -98,7 +79,7 @@ def simulate(simulation: Simulation, config: DiLoCo) -> Iterator[list[Part]]:
             since = step + 1 - config.warmup_steps - part.offset
             if since >= 0 and since % config.sync_every == 0:
                 deltas = [part.outer.detach() - flat[part.where] for flat in flats]
-                under_way[number] = mean_of(deltas, part, config.wire_dtype)
+                under_way[number] = mean_of(deltas, config.wire_dtype)
             if since >= 0 and since % config.sync_every == config.fragment_sync_delay and number in under_way:
                 part.outer.grad = under_way.pop(number)
                 part.optimizer.step()
@@ -111,7 +92,7 @@ def simulate(simulation: Simulation, config: DiLoCo) -> Iterator[list[Part]]:
 
 # The order in which more than two ranks are added up decides how sums in bfloat16 are rounded.
 EVERYWHERE = [(name, size) for name in CASES for size in ((1, 2) if name == "bfloat16" else (1, 2, 3, 4))]
-IN_CI = [("fragments", 3), ("bfloat16", 2), ("eight bits", 2), ("all of it", 3), ("after warm-up", 3)]
+IN_CI = [("fragments", 3), ("bfloat16", 2), ("all of it", 3), ("after warm-up", 3)]
 
 
 @pytest.mark.parametrize(("name", "world_size"), only(IN_CI, EVERYWHERE))
@@ -139,7 +120,7 @@ def test_steps_match_simulation(name: str, world_size: int) -> None:
 @on_ranks(2, eagerly=True)
 def test_loaded_parameters_begin_anew(by: str) -> None:
     """Each rank loads its own of the middle of a cycle; without the state of the algorithm they become the mean."""
-    model, optimizer = make_model(BYTES)
+    model, optimizer = make_model(ALL)
     for step in range(5):
         train_step(model, optimizer, step)
     mean = of_all_ranks(flat_of(model)).mean(0)
@@ -184,10 +165,10 @@ def test_errors() -> None:
     double = nn.Linear(2, 2).double()
     dtype = error_of(ReplicationError, lambda: ddp_compile(double, algorithm=DiLoCo(sync_every=2)))
     assert "takes gradients of float32, bfloat16, float16, and refuses" in dtype
-    for other in (BYTES, DiLoCo(sync_every=2, fragments=2)):
+    for other in (ALL, DiLoCo(sync_every=2, fragments=2)):
         state = make_model(other)[0].comm_algorithm.state_dict()
         said = error_of(ValueError, lambda state=state: model.comm_algorithm.load_state_dict(state))
-        assert "the state of other parameters or fragments, of another wire_dtype" in said
+        assert "the state of other parameters or fragments; load it" in said
     dist.barrier()  # a rank that leaves closes connections that the other one may still be making
 
 

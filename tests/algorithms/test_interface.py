@@ -132,7 +132,7 @@ def test_contradictions_are_refused(make: Callable[[], Any], says: str) -> None:
         (DiLoCo, {"sync_every": 8, "fragment_sync_delay": -1}, "fragment_sync_delay=-1"),
         (DiLoCo, {"sync_every": 8, "fragment_sync_delay": 8}, "fragment_sync_delay=8) must be less than sync_every=8"),
         (DiLoCo, {"sync_every": 8, "fragment_update_alpha": 1.5}, "fragment_update_alpha=1.5): pass a number from 0"),
-        (DiLoCo, {"sync_every": 8, "wire_dtype": torch.int8}, "wire_dtype=torch.int8): pass torch.float32, torch.bfl"),
+        (DiLoCo, {"sync_every": 8, "wire_dtype": torch.uint8}, "wire_dtype=torch.uint8): pass torch.float32 or torch."),
         (DiLoCo, {"sync_every": 8, "outer_lr": float("nan")}, "outer_lr=nan"),
         (DiLoCo, {"sync_every": 8, "outer_momentum": -0.1}, "outer_momentum=-0.1"),
         (GradientAllReduce, {"wire_dtype": torch.int8}, "wire_dtype=torch.int8): pass torch.float16 or"),

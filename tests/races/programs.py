@@ -454,7 +454,7 @@ _ON_NCCL: dict[str, Program] = {
     "ring, one node": partial(with_algorithm, algorithm=LowPrecisionDecentralized(hierarchical=True), node_of_two=True),
     "local SGD": partial(with_algorithm, algorithm=LocalSGD(period=2)),
     "DiLoCo": partial(
-        with_algorithm, algorithm=DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, wire_dtype=torch.uint8)
+        with_algorithm, algorithm=DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, wire_dtype=torch.bfloat16)
     ),
     "DiLoCo, saved": diloco_saved,
     "asynchronous average": asynchronous,
