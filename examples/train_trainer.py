@@ -26,7 +26,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out-dir", default="runs/train_trainer")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--tensorboard", action="store_true", help="log to OUT_DIR/runs, communication included")
     args = parser.parse_args()
 
     set_seed(0)
@@ -43,11 +42,11 @@ def main() -> None:
         eval_steps=0.5,
         save_steps=0.5,
         ddp_find_unused_parameters=False,  # Trainer's default is True, which costs a message in each iteration
-        report_to="tensorboard" if args.tensorboard else "none",
+        report_to="none",
         use_cpu=not torch.cuda.is_available(),  # must be set, or it trains in one process
     )
     trainer = Trainer(model, settings, train_dataset=Counting(1024), eval_dataset=Counting(64))
-    use(trainer, bucket_cap_mb=1, log_communication=args.tensorboard)
+    use(trainer, bucket_cap_mb=1)
     trainer.train()
 
 

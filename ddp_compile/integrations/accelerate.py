@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 from ddp_compile.api import ddp_compile
 from ddp_compile.errors import ReplicationError, this_rank, with_article
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
-from ddp_compile.functions import is_replicated, no_sync, unwrap
+from ddp_compile.functions import no_sync, unwrap
 from ddp_compile.integrations.token_counts import TokenCounts, has_counts
 from ddp_compile.module.mixin import ReplicatedModule, state_of
 
@@ -32,11 +32,11 @@ OLDEST = "1.0.0"
 
 UsedT = TypeVar("UsedT")
 
-_USED_WITH = "_ddp_compile_use"  # attribute of an accelerator: the arguments of `ddp_compile`, and log_communication
+_USED_WITH = "_ddp_compile_use"  # attribute of an accelerator: the arguments of `ddp_compile`
 _CREATES = "create_accelerator_and_postprocess"  # Trainer's method that makes its accelerators
 
 
-def use(accelerator: UsedT, *, log_communication: bool = False, gather_counts: bool = False, **arguments: Any) -> UsedT:
+def use(accelerator: UsedT, *, gather_counts: bool = False, **arguments: Any) -> UsedT:
     """Make ``accelerator.prepare`` replicate models with ``ddp_compile`` instead of DistributedDataParallel.
 
     Call it before anything is prepared::
@@ -51,8 +51,6 @@ def use(accelerator: UsedT, *, log_communication: bool = False, gather_counts: b
         accelerator: An accelerator with several processes, on CPUs or GPUs, started by ``accelerate launch`` or
             torchrun. Or a Trainer, for its accelerator and those that it makes for the trials of a hyperparameter
             search.
-        log_communication: Whether `Accelerator.log`, or Trainer with each training loss, also logs how long the last
-            step computed and waited for communication on this rank, in ms: see docs/look_inside.md.
         gather_counts: Whether Trainer gathers the number of tokens before each step for its
             ``average_tokens_across_devices``. If not, the numbers travel beside the step, and it gathers them only for
             losses that are not proportional to 1 / ``num_items_in_batch``.
@@ -75,10 +73,15 @@ def use(accelerator: UsedT, *, log_communication: bool = False, gather_counts: b
                 f"use() does not take {name}: Accelerate distributes data over all its processes, and gradients are"
                 f" averaged over the same processes; drop {name}"
             )
+    if "log_communication" in arguments:
+        raise TypeError(
+            "use() no longer takes log_communication: call model.measure(steps=None) once the model is prepared, and"
+            " add model.comm_stats().scalars() to what you log"
+        )
     if isinstance(accelerator, accelerate.Accelerator):
-        _use_accelerator(accelerator, arguments, log_communication)
+        _use_accelerator(accelerator, arguments)
     elif hasattr(accelerator, _CREATES):
-        _use_trainer(accelerator, arguments, log_communication)
+        _use_trainer(accelerator, arguments)
         if not gather_counts and has_counts(accelerator):
             TokenCounts(accelerator)
     else:
@@ -88,40 +91,24 @@ def use(accelerator: UsedT, *, log_communication: bool = False, gather_counts: b
     return accelerator
 
 
-def _use_accelerator(accelerator: accelerate.Accelerator, arguments: dict[str, Any], log_communication: bool) -> None:
+def _use_accelerator(accelerator: accelerate.Accelerator, arguments: dict[str, Any]) -> None:
     if reason := _objection(accelerator):
         raise ReplicationError(f"{this_rank()}: {reason}")
-    accelerator.__dict__[_USED_WITH] = arguments, log_communication
+    accelerator.__dict__[_USED_WITH] = arguments
     original: Any = type(accelerator)
     accelerator.__class__ = _replicating_class(original)
 
 
-def _use_trainer(trainer: Any, arguments: dict[str, Any], log_communication: bool) -> None:
-    _use_accelerator(trainer.accelerator, arguments, log_communication)
-    create, log = getattr(trainer, _CREATES), trainer.log
+def _use_trainer(trainer: Any, arguments: dict[str, Any]) -> None:
+    _use_accelerator(trainer.accelerator, arguments)
+    create = getattr(trainer, _CREATES)
 
     @functools.wraps(create)
     def create_and_use() -> None:
         create()
-        _use_accelerator(trainer.accelerator, arguments, log_communication)
-
-    # Callbacks that report to loggers run before those of users, so a callback could not add anything.
-    @functools.wraps(log)
-    def log_with_communication(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        log({**logs, **_scalars(trainer.accelerator)} if "loss" in logs else logs, *args, **kwargs)
+        _use_accelerator(trainer.accelerator, arguments)
 
     setattr(trainer, _CREATES, create_and_use)
-    if log_communication:
-        trainer.log = log_with_communication
-
-
-def _scalars(accelerator: accelerate.Accelerator) -> dict[str, float]:
-    """The last steps of the models that are measured; those of several models are numbered."""
-    models, scalars = _replicated_models(accelerator), {}
-    for number, model in enumerate(models):
-        if (step := model.comm_stats()) is not None:
-            scalars.update(step.scalars(f"communication_{number}" if len(models) > 1 else "communication"))
-    return scalars
 
 
 def _replicated_models(accelerator: accelerate.Accelerator) -> list[Any]:
@@ -184,21 +171,12 @@ class _ReplicatesModels:
         is_done = isinstance(model, ReplicatedModule)
         if evaluation_mode or is_done or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        (arguments, logs), handler = accelerator.__dict__[_USED_WITH], accelerator.ddp_handler
-        ddp_compile(model, **_with_handler(arguments, handler))
+        handler = accelerator.ddp_handler
+        ddp_compile(model, **_with_handler(accelerator.__dict__[_USED_WITH], handler))
         _refuse_states_of_ranks(model)
         if handler is not None:
             handler.register_comm_hook(model)
-        if logs:
-            assert is_replicated(model)
-            model.measure(steps=None)
         return model
-
-    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Like Accelerate's, with the last step's communication if `use` was told to log it."""
-        accelerator: Any = self
-        added = _scalars(accelerator) if accelerator.__dict__[_USED_WITH][1] else {}
-        super().log({**values, **added}, step, log_kwargs or {})  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Like Accelerate's, which divides losses by the number of micro-batches, but not if they are counted."""

@@ -13,7 +13,7 @@ try:
     import lightning
 except ImportError as error:
     raise ImportError("ddp_compile.integrations.lightning needs Lightning: pip install lightning") from error
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics import Metric, MetricCollection
 
@@ -176,40 +176,6 @@ class DDPCompileStrategy(DDPStrategy):
                 unwrap(model)
         finally:
             super().teardown()
-
-
-class LogCommunication(Callback):
-    """Logs how long the last step computed and waited for communication on this rank, in ms: see docs/look_inside.md.
-
-    Pass it to Lightning's ``Trainer(callbacks=[...])``, with `DDPCompileStrategy`. A Trainer logs in each step that is
-    a multiple of its ``log_every_n_steps``.
-    """
-
-    def __init__(self) -> None:
-        self._model: Any = None
-        self._logged = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to record; raises a ReplicationError if the strategy is another one."""
-        model = trainer.strategy.model
-        if not is_replicated(model):
-            raise ReplicationError(
-                f"{this_rank()}: LogCommunication was given to a Trainer with {type(trainer.strategy).__name__}; pass"
-                " strategy=DDPCompileStrategy(), or leave out the callback"
-            )
-        self._model, self._logged = model, 0
-        model.measure(steps=None)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log the step, if this batch has completed one."""
-        step = self._model.comm_stats()
-        if step is not None and step.number != self._logged:
-            self._logged = step.number
-            pl_module.log_dict(step.scalars())
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release the model."""
-        self._model = None
 
 
 def _python_methods(module: LightningModule) -> Iterator[tuple[nn.Module, str]]:

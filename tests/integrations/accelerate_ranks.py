@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.tracking import GeneralTracker
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -207,32 +206,6 @@ def look_at_models(folder: str) -> None:
     assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
     with torch.no_grad():
         assert not torch.equal(taken(x), model(x))
-
-
-class Kept(GeneralTracker):
-    name, requires_logging_directory = "kept", False
-    tracker = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[dict[str, float]] = []
-
-    def log(self, values: dict[str, float], step: int | None = None, **kwargs: Any) -> None:
-        self.logged.append(values)
-
-
-def log_communication() -> list[dict[str, float]]:
-    """What is logged before any step, and after each of two; with two models, one of which has not trained."""
-    kept = Kept()
-    accelerator = new_accelerator(log_with=kept)
-    use(accelerator, **SETTINGS, log_communication=True)
-    models = [accelerator.prepare(new_model()) for _ in range(2)]
-    accelerator.init_trackers("any")
-    accelerator.log({"loss": 1.0})
-    for _ in range(2):
-        models[0](torch.ones(4, 6)).sum().backward()
-        accelerator.log({"loss": 2.0})
-    return kept.logged
 
 
 def prepare_again() -> None:

@@ -82,6 +82,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (prepared_before_use, r"has already prepared Sequential; call use\(\) before"),
     (lambda: use(new_model()), "TypeError: .*an accelerate.Accelerator or a Trainer, not a Sequential"),
     (lambda: use(new_accelerator(), process_group=torch.distributed.group.WORLD), "TypeError: .*drop process_group"),
+    (lambda: use(new_accelerator(), log_communication=True), "TypeError: .*add model.comm_stats"),
     (lambda: used().prepare(replicated()), r"replicated this Sequential before accelerator.prepare\(\); leave out"),
     (
         lambda: used().prepare(nn.Sequential(replicated(), nn.Linear(3, 3))),

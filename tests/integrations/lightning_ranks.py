@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -23,8 +22,8 @@ from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 from warned import warned
 
-from ddp_compile import ReplicationError, ddp_compile, is_replicated, shard_optimizer
-from ddp_compile.integrations.lightning import DDPCompileStrategy, LogCommunication
+from ddp_compile import ddp_compile, is_replicated, shard_optimizer
+from ddp_compile.integrations.lightning import DDPCompileStrategy
 
 SMALL = {"backend": "eager", "bucket_cap_mb": 0.001}
 
@@ -248,31 +247,6 @@ def differences(make: str, ours: dict[str, Any], theirs: dict[str, Any], **setti
         "untraced": (net.untraced, reference.untraced),
         "warnings": warnings,
     }
-
-
-class Kept(Logger):
-    name, version = "kept", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[dict[str, float]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.logged.append({**metrics, "step": step or 0})
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-
-
-def log_communication(_folder: Path) -> None:
-    """Each of two epochs' steps is logged, with accumulation; the callback lets go of the model, and refuses "ddp"."""
-    kept, callback = Kept(), LogCommunication()
-    settings: dict[str, Any] = {"logger": kept, "callbacks": [callback], "log_every_n_steps": 1}
-    trained(Net, DDPCompileStrategy(**SMALL), accumulate_grad_batches=2, **settings)
-    times = [each["communication/step_ms"] for each in kept.logged if "communication/exposed_ms" in each]
-    assert len(times) == 6 and all(time > 0 for time in times)  # 12 batches, two for each step
-    assert callback._model is None
-    with pytest.raises(ReplicationError, match=rf"rank {dist.get_rank()}.*strategy=DDPCompileStrategy\(\)"):
-        trained(Net, DDPStrategy(), callbacks=[LogCommunication()])
 
 
 def is_plain(net: Net) -> bool:

@@ -69,16 +69,6 @@ def test_uneven_inputs_may_be_joined(ranks: Ranks) -> None:
         torch.testing.assert_close(weights, expected_weights)
 
 
-def test_communication_is_logged_with_what_a_script_logs(ranks: Ranks) -> None:
-    (before, *after), on_rank_1 = ranks(2).run(call, "accelerate_ranks.log_communication")
-    assert on_rank_1 == [], "Accelerate logs on the main process"
-    assert before == {"loss": 1.0} and len(after) == 2
-    for logged in after:
-        assert logged.pop("loss") == 2.0
-        assert {"communication_0/step_ms", "communication_0/exposed_ms"} <= logged.keys()
-        assert all(name.startswith("communication_0/") and value >= 0 for name, value in logged.items())
-
-
 @pytest.mark.parametrize(
     "program", ["count_both", "prepare_again", "read_handler", "trigger_sync_in_both", "accumulate_with_names_itself"]
 )

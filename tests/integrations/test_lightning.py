@@ -62,7 +62,7 @@ def test_mean_over_tokens_is_that_of_one_process(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        *("resume", "ignore_by_name", "delay_by_name", "hooked", "log_communication", "make_wrong_strategies"),
+        *("resume", "ignore_by_name", "delay_by_name", "hooked", "make_wrong_strategies"),
         "raise_in_a_step",
     ],
 )

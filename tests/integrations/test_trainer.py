@@ -97,17 +97,3 @@ def test_the_example_trains(tmp_path: Path, ranks: Ranks) -> None:
     first, last = (float(loss) for loss in re.findall(r"'eval_loss': '(\S+)'", printed))
     assert last < first
     assert {folder.name for folder in tmp_path.iterdir()} >= {"checkpoint-3", "checkpoint-6"}
-    assert_logged(tmp_path / "runs", num_steps=6)
-
-
-def assert_logged(folder: Path, num_steps: int) -> None:
-    """TensorBoard shows what each training step waited for communication, at the steps of the training loss."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(next(folder.iterdir()))).Reload()
-    losses = events.Scalars("train/loss")
-    assert 1 <= len(losses) <= num_steps
-    for name in ("step_ms", "computation_ms", "exposed_ms", "transfers_ms"):
-        logged = events.Scalars(f"train/communication/{name}")
-        assert [each.step for each in logged] == [each.step for each in losses]
-        assert all(each.value > 0 for each in logged if name != "exposed_ms")

@@ -300,5 +300,4 @@ def train_and_delete_adapters(_folder: str) -> None:
 
 def run_example(folder: str) -> str:
     forget_state()
-    arguments = ["--steps", "6", "--out-dir", folder, "--tensorboard"]
-    return hugging_face.run_example("train_trainer.py", *arguments)
+    return hugging_face.run_example("train_trainer.py", "--steps", "6", "--out-dir", folder)
