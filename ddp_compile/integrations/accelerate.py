@@ -111,11 +111,6 @@ def _use_trainer(trainer: Any, arguments: dict[str, Any]) -> None:
     setattr(trainer, _CREATES, create_and_use)
 
 
-def _replicated_models(accelerator: accelerate.Accelerator) -> list[Any]:
-    """Each once, although Accelerate may have prepared it again."""
-    return list(dict.fromkeys(model for model in accelerator._models if isinstance(model, ReplicatedModule)))
-
-
 def _objection(accelerator: accelerate.Accelerator) -> str:
     """Why an accelerator cannot replicate with ddp_compile, and the way out; empty if it can."""
     if compare_versions("accelerate", "<", OLDEST):
@@ -181,7 +176,8 @@ class _ReplicatesModels:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Like Accelerate's, which divides losses by the number of micro-batches, but not if they are counted."""
         accelerator: Any = self
-        models = _replicated_models(accelerator)
+        # Each once, although Accelerate may have prepared it again.
+        models = dict.fromkeys(model for model in accelerator._models if isinstance(model, ReplicatedModule))
         if any(state_of(model).reducer.normalizer.awaits_backward for model in models):
             if len(models) > 1:  # whose loss it is cannot be told
                 raise ReplicationError(

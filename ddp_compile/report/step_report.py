@@ -13,7 +13,7 @@ from ddp_compile.plan.typed_json import from_document
 from ddp_compile.report.advice import Advice, advise
 from ddp_compile.report.explanation import Explanation
 from ddp_compile.report.steps import LEAST_SHARE, MeasuredSteps, Step, format_ms
-from ddp_compile.report.timing import median_totals, totals
+from ddp_compile.report.timing import median_totals
 
 _MOST_ROWS = 20
 
@@ -114,7 +114,7 @@ def _row(step: Step) -> list[str]:
     bucket = step.most_exposed_bucket
     return [
         str(step.number),
-        *(format_ms(time, "") for time in totals(step).values()),
+        *(format_ms(time, "") for time in step.totals.values()),
         "" if bucket is None else f"bucket {bucket}",
         f"{format_ms(late_s, '')} (rank {rank})" if late_s >= LEAST_SHARE * step.duration_s else "",
     ]

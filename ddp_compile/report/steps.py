@@ -250,24 +250,20 @@ class Step:
         ranks = ", ".join(str(each.rank) for each in self.ranks)
         raise ValueError(f"rank={rank!r} is not in step {self.number}; it has the ranks {ranks}")
 
-    def scalars(self, prefix: str = "communication") -> dict[str, float]:
-        """Times for a logger of scalars, in milliseconds by name, such as ``communication/exposed_ms``.
-
-        Args:
-            prefix: What the names begin with, up to the slash.
-
-        Returns:
-            ``step_ms``, ``computation_ms``, ``launching_ms`` and ``exposed_ms``; ``transfers_ms``, which is
-            `communication_s`, if it is known.
-        """
-        times = {
-            "step": self.duration_s,
-            "computation": self.computation_s,
+    @property
+    def totals(self) -> dict[str, float | None]:
+        """The times by what they are of, as in the columns of a report's table; None if not known."""
+        return {
+            "all": self.duration_s,
+            "compute": self.computation_s,
             "launching": self.launching_s,
+            "communication": self.communication_s,
             "exposed": self.exposed_s,
-            "transfers": self.communication_s,
         }
-        return {f"{prefix}/{name}_ms": time * 1e3 for name, time in times.items() if time is not None}
+
+    def scalars(self, prefix: str = "step") -> dict[str, float]:
+        """The known `totals` in milliseconds for a logger of scalars, by names such as ``step/exposed_ms``."""
+        return {f"{prefix}/{name}_ms": time * 1e3 for name, time in self.totals.items() if time is not None}
 
     def __str__(self) -> str:
         """One line: ``"compute 61 ms, communication 40 ms, exposed 7 ms (bucket 5), rank 3 late by 12 ms"``.

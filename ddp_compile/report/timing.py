@@ -22,20 +22,9 @@ def median_step(steps: Sequence[Step]) -> Step:
     return sorted(steps, key=lambda step: step.duration_s)[(len(steps) - 1) // 2]
 
 
-def totals(step: Step) -> dict[str, float | None]:
-    """The times of a step by what they are of; None if not known."""
-    return {
-        "all": step.duration_s,
-        "compute": step.computation_s,
-        "launching": step.launching_s,
-        "communication": step.communication_s,
-        "exposed": step.exposed_s,
-    }
-
-
 def median_totals(steps: Sequence[Step]) -> dict[str, float | None]:
-    """Medians of `totals`, each over the steps in which it is known."""
-    columns = {name: [totals(step)[name] for step in steps] for name in totals(steps[0])}
+    """Medians of `Step.totals`, each over the steps in which it is known."""
+    columns = {name: [step.totals[name] for step in steps] for name in steps[0].totals}
     known = {name: [time for time in times if time is not None] for name, times in columns.items()}
     return {name: median(times) if times else None for name, times in known.items()}
 

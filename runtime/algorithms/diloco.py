@@ -151,7 +151,8 @@ class DiLoCoAlgorithm(ParameterAverage):
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:
         super().refuse_state(state)
-        if [fragment.shapes for fragment in self._fragments] != [_shapes_of(each) for each in state["fragments"]]:
+        own = [_shapes_of(fragment.kept) for fragment in self._fragments]
+        if own != [_shapes_of(each) for each in state["fragments"]]:
             raise ValueError(
                 f"{this_rank()}: the {self.name} was given the state of other parameters or fragments; load it into the"
                 " algorithm whose state_dict() it is"
@@ -221,21 +222,17 @@ class _Fragment:
             flat.zero_()
 
     @property
-    def _kept(self) -> dict[str, list[Tensor]]:
+    def kept(self) -> dict[str, list[Tensor]]:
         return {"before": self._before, "momentum": self._momentum}
-
-    @property
-    def shapes(self) -> dict[str, list[torch.Size]]:
-        return _shapes_of(self._kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies; with the mean over the ranks if it was received but not applied. Nothing may be under way."""
         mean = None if self._deltas is None else [delta.clone() for delta in self._deltas]
-        return {**{key: [flat.clone() for flat in flats] for key, flats in self._kept.items()}, "mean": mean}
+        return {**{key: [flat.clone() for flat in flats] for key, flats in self.kept.items()}, "mean": mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of the same `shapes`."""
-        for key, flats in self._kept.items():
+        """Resume from a state of the same shapes."""
+        for key, flats in self.kept.items():
             for flat, given in zip(flats, state[key], strict=True):
                 flat.copy_(given)
         device = self._before[0].device

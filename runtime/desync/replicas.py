@@ -199,18 +199,16 @@ class BitSums:
 
     def __init__(self, lists: Sequence[Sequence[Tensor]]) -> None:
         self._digests = [hashlib.sha256(str([each.numel() for each in tensors]).encode()) for tensors in lists]
-        self._on_device: list[tuple[int, int]] = []  # of which list, and how many sums
-        on_device = []
+        self._on_device: list[tuple[int, Tensor]] = []  # of which list, and its sums
         with torch.no_grad(), torch_internals.outside_transforms():
             for number, tensors in enumerate(lists):
                 for sums in _sums_of_bits(torch_internals.local_tensors(tensors)):
                     if streams.has_streams(sums.device):
-                        on_device.append(sums)
-                        self._on_device.append((number, sums.numel()))
+                        self._on_device.append((number, sums))
                     else:  # at once, which needs no memory during the backward
-                        self._add(number, sums.data_ptr(), sums.numel())
-            if on_device:
-                self._flat = torch.cat(on_device)
+                        self._add(number, sums)
+            if self._on_device:
+                self._flat = torch.cat([sums for _, sums in self._on_device])
                 self._known = streams.record(self._flat.device)
 
     def text(self) -> str:
@@ -219,14 +217,13 @@ class BitSums:
             with streams.SideStream(self._flat.device).on():
                 self._known.wait()
                 host = self._flat.cpu()
-            place = host.data_ptr()
-            for number, num_sums in self._on_device:
-                self._add(number, place, num_sums)
-                place += 8 * num_sums
+            parts = host.split([sums.numel() for _, sums in self._on_device])
+            for (number, _), sums in zip(self._on_device, parts, strict=True):
+                self._add(number, sums)
         return " ".join(digest.hexdigest()[:16] for digest in self._digests)
 
-    def _add(self, number: int, place: int, num_sums: int) -> None:
-        self._digests[number].update(ctypes.string_at(place, 8 * num_sums))  # numpy need not be there
+    def _add(self, number: int, sums: Tensor) -> None:
+        self._digests[number].update(ctypes.string_at(sums.data_ptr(), sums.nbytes))  # numpy need not be there
 
 
 def _states(optimizer: Any, reduced: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -246,15 +243,10 @@ def _states(optimizer: Any, reduced: Mapping[str, Tensor]) -> dict[str, Tensor]:
             f"{this_rank()}: check_replicas_of() has got an optimizer of class {class_name} that is sharded, or steps"
             " no reduced parameter of this model, so its states cannot be compared; leave it out"
         )
-    found = {}
-    for parameter in stepped:
-        states = optimizer.state.get(parameter)
-        for key, state in states.items() if isinstance(states, Mapping) else ():
-            if isinstance(state, int):
-                state = torch.tensor(state)
-            if isinstance(state, Tensor):  # not floats, since LBFGS keeps the rank's own loss
-                found[f"{class_name}.{key} of {name_of[parameter]}"] = state
-    return _comparable(found)
+    found = {f"{class_name}.{k} of {name_of[p]}": v for p in stepped for k, v in optimizer.state.get(p, {}).items()}
+    found = {name: torch.tensor(state) if isinstance(state, int) else state for name, state in found.items()}
+    # Not floats, since LBFGS keeps the rank's own loss.
+    return _comparable({name: state for name, state in found.items() if isinstance(state, Tensor)})
 
 
 def _comparable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -276,10 +268,12 @@ def _sums_of_bits(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.nbytes < _SMALL_BYTES and not tensor.is_complex():
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        if tensor.nbytes < _SMALL_BYTES:
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         else:
-            yield from _sums_of_flat(tensor.resolve_conj().contiguous().view(-1))
+            yield from _sums_of_flat(tensor.contiguous().view(-1))
     for alike in small.values():
         yield from _sums_of_flat(torch_internals.flatten(alike))
 
@@ -288,8 +282,6 @@ def _sums_of_flat(flat: Tensor) -> Iterator[Tensor]:
     flat = flat.resolve_neg().detach()
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
     of_one = flat.view(_INTEGERS[flat.element_size()])
     in_64_bits = 8 // flat.element_size()
     end = flat.numel() // in_64_bits * in_64_bits

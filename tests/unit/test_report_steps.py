@@ -20,6 +20,7 @@ def test_late_rank() -> None:
     assert step.exposed_by_bucket == pytest.approx({0: 0.01, 1: 0.02})
     assert step.exposed_s == pytest.approx(0.03) and step.most_exposed_bucket == 1
     assert step.duration_s == pytest.approx(0.092)
+    assert (step.scalars()["step/communication_ms"], step.scalars()["step/all_ms"]) == pytest.approx((50, 92))
 
 
 def test_one_link() -> None:
@@ -51,6 +52,7 @@ def test_computation() -> None:
 def test_unknown_end() -> None:
     step = Step(number=1, ranks=(rank_step(0, reduce(0, 0.01, None, 0.02, 0.03), reduce(1, 0.02, 0.05, 0.04, 0.05)),))
     assert step.communication_s is None and step.transfer_s(0) is None
+    assert step.scalars().keys() == {"step/all_ms", "step/compute_ms", "step/launching_ms", "step/exposed_ms"}
     assert step.transfer_s(1) == pytest.approx(0.03)
 
 
