@@ -51,8 +51,7 @@ def check_rows(rows: Tensor, values: Tensor) -> None:
 def decompress(rows: Tensor, values: Tensor, accumulate: bool) -> None:
     check_rows(rows, values)
     _check_memory(compressed=rows, out=values)
-    if _overlap(rows, values):
-        raise ValueError("out shares memory with compressed, which is read; pass other memory")
+    _refuse_overlap("out", values, compressed=rows)
     _module_for(values).minmax_u8_decompress(rows, values, accumulate)
     increment_version([values])
 
@@ -74,9 +73,7 @@ def check_average(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
 def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
     check_average(x, total, copy, count)
     _check_memory(x=x, total=total, copy=copy)
-    for name, tensor in (("total", total), ("copy", copy)):
-        if _overlap(tensor, x):
-            raise ValueError(f"{name} shares memory with x, which is written; clone it first")
+    _refuse_overlap("x", x, total=total, copy=copy)
     _module_for(x).average_into(x, total, copy, count)
     increment_version([x])
 
@@ -98,8 +95,7 @@ def check_rows_to_add(rows: Tensor, out: Tensor) -> None:
 def add_rows(rows: Tensor, out: Tensor, scale: float) -> None:
     check_rows_to_add(rows, out)
     _check_memory(rows=rows, out=out)
-    if _overlap(rows, out):
-        raise ValueError("out shares memory with rows, which are read; pass other memory")
+    _refuse_overlap("out", out, rows=rows)
     _module_for(out).add_rows(rows, out, scale)
     increment_version([out])
 
@@ -128,5 +124,8 @@ def _module_for(values: Tensor) -> ModuleType:
     return native if implementation == "native" else reference
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+def _refuse_overlap(written_name: str, written: Tensor, **read: Tensor) -> None:
+    begin, end = written.data_ptr(), written.data_ptr() + written.nbytes
+    for name, tensor in read.items():
+        if tensor.data_ptr() < end and begin < tensor.data_ptr() + tensor.nbytes:
+            raise ValueError(f"{written_name}, which is written, shares memory with {name}; pass other memory")

@@ -11,7 +11,7 @@ not commit what it may have sent before.
 This module does not import torchft: it calls the manager that it is given.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -79,7 +79,7 @@ class ManagedAllReduceAlgorithm(CollectiveChain):
             step, num_values = self._manager.current_step(), sum(parameter.numel() for parameter in self._parameters)
             self._values = (int(bucket.plan_digest[:15], 16), len(self._parameters), num_values, step)
             # Later on replicas have got the state of one that has trained; at first their seeds may differ.
-            checksum = _checksum(self._parameters) if step == 0 else 0
+            checksum = 1 + int(BitSums([self._parameters]).text(), 16) % (_LIMIT - 1) if step == 0 else 0
             self._comparisons = [self._compare(0, checksum)]
             if self._is_newcomer:
                 # Other buckets would end processes: gloo terminates them. Those that have trained go on without it.
@@ -135,11 +135,6 @@ class _Comparison:
                 " bucket_plan= if only the plans differ; call should_commit() once after each backward"
             )
         return True
-
-
-def _checksum(parameters: Sequence[Tensor]) -> int:
-    """Of their bits, from 1 on."""
-    return 1 + int(BitSums([parameters]).text(), 16) % (_LIMIT - 1)
 
 
 def _difference(name: str, here: int, smallest: int, largest: int) -> str:

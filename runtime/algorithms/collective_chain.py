@@ -29,8 +29,7 @@ class CollectiveChain(CommAlgorithm):
     during a transfer. Every rank starts the collectives of one module in the same order, but may interleave them
     differently with those of other modules or of the user. So a chain of several has a process group of its own. If
     the last collective has another one, launches need not wait for those before it, unless three buckets are behind.
-    If ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a stream of the algorithm's
-    own.
+    If ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a side stream.
     """
 
     #: How many collectives `reduce` yields for a bucket on this rank, the same for every bucket.

@@ -50,10 +50,6 @@ def _hooks_of_torch_that_start() -> tuple[object, ...]:
     )
 
 
-#: Those of them that keep no state, so that they may be called again for a bucket in the same iteration.
-_STATELESS = frozenset({"noop_hook", "allreduce_hook", "bf16_compress_hook", "fp16_compress_hook"})
-
-
 def builtin_hook(kind: object) -> HookFunction | None:
     """torch's hook for a ``BuiltinCommHookType``, which its own reducer has in C++; None for anything else."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -131,7 +127,7 @@ class CommHook(CommAlgorithm):
         self._state = state
         self._process_group = process_group
         self._starts_at_once = any(function is hook for hook in _hooks_of_torch_that_start())
-        if self._starts_at_once and self._function_name in _STATELESS:
+        if self._starts_at_once and self._function_name != "post_localSGD_hook":  # the others keep no state
             self.traits = replace(self.traits, replayable=True)
         self._running: Transfer | None = None
 

@@ -46,10 +46,7 @@ class DiLoCoAlgorithm(ParameterAverage):
         self.traits = Traits(
             payload="both" if has_warmup else "parameters", takes_sparse=not has_warmup, takes_dtypes=dtypes
         )
-        self.name = f"DiLoCo (every {config.sync_every} steps, {config.fragments} fragments"
-        self.name += f", after {config.warmup_steps} steps" if has_warmup else ""
-        self.name += f", delayed by {config.fragment_sync_delay} with alpha {config.fragment_update_alpha}"
-        self.name += f", {config.wire_dtype}, outer lr {config.outer_lr}, momentum {config.outer_momentum})"
+        self.name = str(config)
         self._begins_anew = False  # the ranks' parameters may differ, and g and m do not belong to them
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
@@ -216,10 +213,8 @@ class _Fragment:
 
     def begin_anew(self) -> None:
         """Set g to the parameters, and all else to zero."""
-        self._deltas = None
         self._parameters.read(self._before)
-        for flat in self._momentum:
-            flat.zero_()
+        self._deltas, self._momentum = None, self._parameters.new()
 
     @property
     def kept(self) -> dict[str, list[Tensor]]:

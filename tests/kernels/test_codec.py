@@ -112,7 +112,7 @@ MEMORY = ones(2, 4)
         (lambda out: add_rows(ones(2, 3), out), r"out of shape \(4,\)"),
         (lambda out: add_rows(ones(2, 4).half(), out), "rows are of torch.float16 on cpu, out is of torch.float32"),
         (lambda _: add_rows(ones(2, 4).int(), ones(4).int()), "one floating dtype"),
-        (lambda _: add_rows(MEMORY, MEMORY[1]), "out shares memory with rows"),
+        (lambda _: add_rows(MEMORY, MEMORY[1]), "out, which is written, shares memory with rows"),
         (lambda _: minmax_u8_compress(ones(2, 2)), r"values has shape \(2, 2\).*contiguous 1-d"),
         (lambda _: minmax_u8_compress(ones(8)[::2]), r"values has shape \(4,\), strides \(2,\)"),
         (lambda _: minmax_u8_compress(ones(4).double()), "torch.float64; float32, bfloat16 and float16 are supported"),
@@ -126,7 +126,7 @@ MEMORY = ones(2, 4)
         (lambda out: average_into(out, ones(3), ones(4), 2), "total has 3 elements.*x has 4"),
         (lambda out: average_into(out, ones(4), ones(4).half(), 2), "copy has 4 elements of torch.float16"),
         (lambda out: average_into(out, ones(4), ones(4), 0), r"count=0\.0 must be positive"),
-        (lambda out: average_into(out, out[:], ones(4), 2), "total shares memory with x"),
+        (lambda out: average_into(out, out[:], ones(4), 2), "x, which is written, shares memory with total"),
     ],
 )
 def test_refusals(call: Callable[[Tensor], object], message: str) -> None:

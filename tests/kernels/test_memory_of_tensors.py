@@ -149,7 +149,7 @@ def test_two_threads_with_one_plan() -> None:
 
 def test_decompress_over_itself_is_refused() -> None:
     out = torch.empty(100)
-    with pytest.raises(ValueError, match="out shares memory with compressed"):
+    with pytest.raises(ValueError, match="out, which is written, shares memory with compressed"):
         minmax_u8_decompress(out.view(torch.uint8)[:112].view(1, 112), out)
 
 
