@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 TORCH ?=
 JOBS ?= 3
-CASES ?= 5000
+CASES ?= 1000
 STEPS ?= 20000
 # Expanded when training starts, which is after the installation.
 NPROC ?= $(shell $(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
@@ -47,7 +47,7 @@ help:
 	@echo
 	@echo 'Variables:'
 	@echo '  ARGS=...     passed on: make train ARGS="--steps 500", make test ARGS="-k plan"'
-	@echo '  CASES=N      number of random modules in "make test-long" ($(CASES))'
+	@echo '  CASES=N      number of random programs of each kind in "make test-long" ($(CASES))'
 	@echo '  JOBS=N       number of processes that "make test" gives tests to ($(JOBS))'
 	@echo '  NPROC=N      number of training processes'
 	@echo '  STEPS=N      number of steps of each way to train in "make soak" ($(STEPS))'
@@ -77,8 +77,8 @@ test-long: $(STAMP)
 	VECTOR_KERNELS=1 $(BIN)/python -m pytest -n $(JOBS) -m long || status=$$?; \
 	$(BIN)/python tests/peer_suites/run.py || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) || status=$$?; \
-	$(BIN)/python tests/fuzz/run.py --sharded --cases 1000 || status=$$?; \
-	$(BIN)/python tests/fuzz/run.py --ranks-that-differ --cases 1000 || status=$$?; \
+	$(BIN)/python tests/fuzz/run.py --sharded --cases $(CASES) || status=$$?; \
+	$(BIN)/python tests/fuzz/run.py --ranks-that-differ --cases $(CASES) || status=$$?; \
 	$(MAKE) pyright || status=$$?; \
 	exit $$status
 
