@@ -187,10 +187,10 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         if self._is_of_object(input):
             return self.allgather([list(output.view(self.size(), -1))], [input.view(-1)])
-        own = output.view(-1)[: input.numel()]
-        if own.data_ptr() != input.data_ptr():
-            own.data.copy_(input.detach().reshape(-1))
-        return self._launch("all_gather", [output], 1, self.line.model.shards_s(output.nbytes))
+        # In place, as for the parameters of a sharded optimizer, the other parts stay; else they are in new memory.
+        own = input.detach().reshape(1, -1).expand(self.size(), -1) if output.data_ptr() != input.data_ptr() else None
+        seconds = self.line.model.shards_s(output.nbytes)
+        return self._launch("all_gather", [output.view(self.size(), -1)], 1, seconds, source=own)
 
     _allgather_base = all_gather_single  # before torch 2.13
 

@@ -83,11 +83,14 @@ def test_shards_are_sums_and_what_would_come_from_others_is_left_alone() -> None
     with simulated_group(FAST):
         dist.reduce_scatter_tensor(shard, whole)
         assert torch.equal(shard, WORLD_SIZE * torch.arange(2.0))
-        dist.all_gather_into_tensor(whole, shard)
+        whole[:2] = shard
+        dist.all_gather_into_tensor(whole, whole[:2])
+        dist.all_gather_into_tensor(gathered := torch.full((8,), float("nan")), shard)
         dist.all_to_all_single(parts := torch.full((8,), float("nan")), torch.arange(8.0))
         dist.recv(whole, 3)
         dist.recv(added_up := torch.full((2,), float("nan")), 3, tag=REDUCTION_TAG)
     assert torch.equal(added_up, torch.zeros(2)) and torch.equal(parts, torch.arange(2.0).repeat(WORLD_SIZE))
+    assert torch.equal(gathered, shard.repeat(WORLD_SIZE))
     assert torch.equal(whole, torch.cat([WORLD_SIZE * torch.arange(2.0), torch.arange(2.0, 8.0)]))
 
 
