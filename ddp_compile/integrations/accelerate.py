@@ -126,8 +126,8 @@ def _objection(accelerator: accelerate.Accelerator) -> str:
         )
     if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         return (
-            f"the accelerator has distributed_type={kind.value}, which shards or reduces itself; leave out its plugin,"
-            " or its setting in accelerate config, or leave out use()"
+            f"the accelerator has distributed_type={kind.value}, which shards or reduces itself, or has devices that"
+            " were not tried; leave out its plugin, or its setting in accelerate config, or leave out use()"
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         return (
