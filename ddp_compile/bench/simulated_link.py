@@ -321,9 +321,6 @@ class _SimulatedWork(dist.Work):
         self._future.wait()
         return True
 
-    def is_completed(self) -> bool:
-        return self._future.done()
-
     def get_future(self) -> Future[list[Tensor]]:
         return self._future
 

@@ -8,7 +8,6 @@ much power, it lowers the clock, and transfers take longer than modeled, for all
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -68,8 +67,6 @@ class HostLink:
         self._thread.join()
 
     def _complete_in_turn(self) -> None:
-        # A real link costs no computation, so what this one writes is left to other cores than the rank's, if any.
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
         for deadline_s, transfer, future in iter(self._transfers.get, None):
             time.sleep(max(0.0, deadline_s - time.perf_counter()))
             try:

@@ -79,7 +79,6 @@ class SumAtOwner(CollectiveChain):
 
     traits = Traits(takes_sparse=False, takes_dtypes=FLOATING)
     num_collectives = 2
-    uses_last_group = True
 
     def __init__(self, process_group: dist.ProcessGroup, wire_dtype: torch.dtype | None) -> None:
         super().__init__(process_group)
@@ -98,7 +97,7 @@ class SumAtOwner(CollectiveChain):
         yield all_to_all(received, parts, self.process_group)
         add_rows(received, parts[rank], 1.0 / factor)
         del received
-        yield all_gather(wire, parts[rank], self.last_group)
+        yield all_gather(wire, parts[rank], self.process_group)
         if wire.data_ptr() != flat.data_ptr():
             unflatten(wire[: flat.numel()], [flat])
 

@@ -32,7 +32,6 @@ class ByteGradAlgorithm(CollectiveChain):
     # No padding, since its zeros would count in the minimum and maximum of a chunk.
     traits = Traits(layout="ddp", takes_sparse=False, takes_dtypes=KERNEL_DTYPES)
     num_collectives = 2
-    uses_last_group = True
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
         flat, size, rank = bucket.flat.view(-1), self.process_group.size(), self.process_group.rank()
@@ -47,7 +46,7 @@ class ByteGradAlgorithm(CollectiveChain):
         own[: len(row)] = row
         del sent, received, total
         rows = own.new_empty(size, len(own))
-        yield all_gather(rows.view(-1), own, self.last_group)
+        yield all_gather(rows.view(-1), own, self.process_group)
         minmax_u8_decompress(rows, flat)
 
 

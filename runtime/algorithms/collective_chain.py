@@ -1,7 +1,6 @@
 """Algorithms that send a bucket by several collectives, each of which needs the result of the one before."""
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +16,6 @@ from ddp_compile.runtime.comm.exchange import Exchange
 from ddp_compile.runtime.comm.process_groups import NodeGroups, own_group
 from ddp_compile.runtime.comm.streams import Event, SideStream, record, work_blocks_host
 
-#: How many buckets may wait for their last collective. Each holds memory for what it receives.
-_MOST_UNDER_WAY = 3
-
 
 class CollectiveChain(CommAlgorithm):
     """Base class: the generator `reduce` runs the collectives of a bucket one after the other.
@@ -28,19 +24,15 @@ class CollectiveChain(CommAlgorithm):
     bucket is launched, or before the reducer waits; those of the last bucket start at once. So the backward continues
     during a transfer. Every rank starts the collectives of one module in the same order, but may interleave them
     differently with those of other modules or of the user. So a chain of several has a process group of its own. If
-    the last collective has another one, launches need not wait for those before it, unless three buckets are behind.
-    If ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a side stream.
+    ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a stream of the algorithm's own.
     """
 
     #: How many collectives `reduce` yields for a bucket on this rank, the same for every bucket.
     num_collectives: int
-    #: Whether the last of them goes over `last_group`, and all others over ``process_group``.
-    uses_last_group = False
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
-        self._last_group: dist.ProcessGroup | None = None  # if it is another one
-        self._under_way: deque[_Chain] = deque()  # chains whose last collective has not been started
+        self._under_way: _Chain | None = None  # a chain whose last collective has not been started
         self._side_stream: SideStream | None = None  # from the first launch on
 
     @abstractmethod
@@ -53,29 +45,20 @@ class CollectiveChain(CommAlgorithm):
         """
 
     def attach(self, parameters: Mapping[str, Parameter]) -> None:
-        """Make process groups of its own if there are several collectives; they exist until all are destroyed."""
+        """Make a process group of its own if there are several collectives. It exists until all groups are
+        destroyed."""
         if self.num_collectives > 1:
             self.take_own_group(parameters)
 
     def take_own_group(self, parameters: Mapping[str, Parameter]) -> None:
-        """Send over process groups of the same ranks that nothing else uses; a single rank needs none."""
+        """Send over a process group of the same ranks that nothing else uses; a single rank needs none."""
         if self.process_group.size() > 1:
-            device = device_of(parameters)
-            self.process_group = own_group(self.process_group, device)
+            self.process_group = own_group(self.process_group, device_of(parameters))
             self.shares_process_group = False
-            if self.uses_last_group and work_blocks_host(self.process_group, device):
-                self._last_group = own_group(self.process_group, device)
-
-    @property
-    def last_group(self) -> dist.ProcessGroup:
-        """The process group of the last collective of each bucket."""
-        return self._last_group or self.process_group
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """Start the first collective of a bucket, after the last one of the previous bucket; see the class."""
-        most = 0 if self._last_group is None else _MOST_UNDER_WAY
-        while self._under_way and (len(self._under_way) > most or self._under_way[0].is_ready):
-            self._under_way.popleft().start_all()
+        self.drain()
         device = bucket.flat.device
         if self._side_stream is None:
             self._side_stream = SideStream(device)
@@ -85,7 +68,7 @@ class CollectiveChain(CommAlgorithm):
         if not work_blocks_host(self.process_group, device):
             chain.finish()
             return chain
-        self._under_way.append(chain)
+        self._under_way = chain
         if is_last:
             # All ranks launch the modules of one backward in the same order, but may finish them in different orders.
             # So at the end no rank may wait for a collective that another rank has not started.
@@ -93,9 +76,10 @@ class CollectiveChain(CommAlgorithm):
         return chain
 
     def drain(self) -> None:
-        """Start the remaining collectives of all launched buckets, and wait for all but the last one of each."""
-        while self._under_way:
-            self._under_way.popleft().start_all()
+        """Start the remaining collectives of the bucket launched last, and wait for all but the last one."""
+        chain, self._under_way = self._under_way, None
+        if chain is not None:
+            chain.start_all()
 
 
 class Hierarchical(CollectiveChain):
@@ -163,11 +147,6 @@ class _Chain:
         if self._done is not None:
             return [self._done] if self._done.stream is not None else []
         return [self._work] if self._work is not None and self._algorithm.num_collectives == 1 else None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the collective under way is complete, so that the next one can be started without a wait."""
-        return self._work is not None and self._work.is_completed()
 
     def start_all(self) -> None:
         """Start all collectives, and wait for all but the last one."""

@@ -243,7 +243,9 @@ def _states(optimizer: Any, reduced: Mapping[str, Tensor]) -> dict[str, Tensor]:
             f"{this_rank()}: check_replicas_of() has got an optimizer of class {class_name} that is sharded, or steps"
             " no reduced parameter of this model, so its states cannot be compared; leave it out"
         )
-    found = {f"{class_name}.{k} of {name_of[p]}": v for p in stepped for k, v in optimizer.state.get(p, {}).items()}
+    states = {name_of[p]: optimizer.state.get(p, {}) for p in stepped}
+    states = {name: each if isinstance(each, Mapping) else {"state": each} for name, each in states.items()}
+    found = {f"{class_name}.{key} of {name}": state for name, each in states.items() for key, state in each.items()}
     found = {name: torch.tensor(state) if isinstance(state, int) else state for name, state in found.items()}
     # Not floats, since LBFGS keeps the rank's own loss.
     return _comparable({name: state for name, state in found.items() if isinstance(state, Tensor)})

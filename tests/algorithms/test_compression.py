@@ -3,8 +3,7 @@
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from ddp_compile import RanksDifferError, ReplicationError, ddp_compile, torch_internals
 from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, GradientAllReduce
-from ddp_compile.runtime.algorithms import collective_chain
 
 HALF = GradientAllReduce(wire_dtype=torch.float16)
 BRAIN = GradientAllReduce(wire_dtype=torch.bfloat16)
@@ -282,40 +280,6 @@ def test_bits_of_every_plan(world_size: int, algorithm: GradientAllReduce, dtype
                 own = of_all_ranks(p.grad.flatten().double()).to(dtype)
                 assert torch.equal(q, sum_of(own, algorithm, dtype) if world_size > 1 else own[0])
             model.zero_grad()
-
-
-@pytest.mark.parametrize("algorithm", [REPRODUCIBLE, ByteGrad()], ids=str)
-@on_ranks(2)
-def test_launches_wait_for_none_of_the_three_buckets_before(algorithm: AlgorithmConfig) -> None:
-    """On one rank transfers take long, on the other one they do not; the ranks start them in other orders."""
-    model = ddp_compile(seeded(lambda: Mlp(17, 7)), algorithm=algorithm, bucket_cap_mb=0.0005, backend="aot_eager")
-    own: list[Tensor] = []
-    started: list[str] = []
-    to_all, gather = dist.all_to_all_single, torch_internals.all_gather_single
-
-    def start(name: str, call: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        started.append(name)
-        return call(*args, **settings)
-
-    for step in range(2):
-        batch = own_batch(step, 17, 6)
-        model.zero_grad()
-        with model.no_sync():
-            loss_of(model(batch)).backward()
-        own = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        started.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_to_all_single", partial(start, "all-to-all", to_all))
-            patch.setattr(torch_internals, "all_gather_single", partial(start, "all-gather", gather))
-            patch.setattr(collective_chain._Chain, "is_ready", dist.get_rank() == 1)
-            loss_of(model(batch)).backward()
-    num = len(model.bucket_plan.buckets)
-    behind = min(3, num - 1) if dist.get_rank() == 0 else 0
-    between = ["all-gather", "all-to-all"] * (num - 1 - behind)
-    assert num > 5 and started == ["all-to-all"] * (1 + behind) + between + ["all-gather"] * (1 + behind)
-    for p, gradient in zip(model.parameters(), own, strict=True):
-        assert (p.grad - of_all_ranks(gradient).mean(0)).abs().max() < 0.02 * max(g.abs().max() for g in own)
 
 
 @on_ranks(2)

@@ -224,6 +224,17 @@ def _change(training: Training, what: str) -> None:
         training.model.get_buffer("counted")[2] = 1
 
 
+@on_ranks(2, eagerly=True)
+def test_state_that_is_one_tensor() -> None:
+    training = Training()
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.0)
+    optimizer.state.update({parameter: torch.zeros(3) for parameter in training.model.parameters()})
+    optimizer.state[training.parameter(0)[1]] += dist.get_rank()
+    training.model.check_replicas_of(optimizer)
+    with pytest.raises(RanksDifferError, match=r"the states of optimizers \(SGD.state of [^,]*\) do not"):
+        training.step()
+
+
 @on_ranks(2)
 def test_what_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match=r"check_replicas_of\(\) was called with check_replicas=False, .*'raise'"):
