@@ -74,7 +74,7 @@ endif
 
 test-long: $(STAMP)
 	@status=0; \
-	VECTOR_KERNELS=1 $(BIN)/python -m pytest -n $(JOBS) -m long || status=$$?; \
+	VECTOR_KERNELS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long || status=$$?; \
 	$(BIN)/python tests/peer_suites/run.py || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --sharded --cases $(CASES) || status=$$?; \
