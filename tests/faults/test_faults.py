@@ -41,11 +41,14 @@ def assert_resumed(run: Run, expected: list[dict[int, float]]) -> None:
     assert is_complete(run) and run.losses == expected
 
 
-CASES = [
-    (way, fault, at)
-    for way in WAYS
-    for fault, at in (*(("kill", point) for point in POINTS), ("out of memory", "backward"))
+#: Every point of a step with all-reduce, and one with each other way, since a run takes about a minute.
+PLACES = [
+    *(("default", point) for point in POINTS),
+    ("sharded", "optimizer"),
+    ("ring", "backward"),
+    ("diloco", "after the step"),
 ]
+CASES = [*((way, "kill", at) for way, at in PLACES), *((way, "out of memory", "backward") for way in WAYS)]
 
 
 @pytest.mark.long
@@ -93,8 +96,7 @@ def test_link_cut_for_longer_than_timeout(way: str, losses_of: LossesOf, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "point"), PLACES)
 def test_ctrl_c_ends_every_process(way: str, point: str, losses_of: LossesOf, tmp_path: Path) -> None:
     run = train(tmp_path, way, "ctrl-c", point, ctrl_c=True)
     assert run.exit_code != 0 and run.left_behind == [], run.output

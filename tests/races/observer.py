@@ -105,13 +105,16 @@ def note_host_wait(streams: SimulatedStreams, name: str) -> None:
 @contextmanager
 def observing(streams: SimulatedStreams) -> Iterator[None]:
     """Inside, the detector of the streams sees all that this thread and the averaging threads do."""
-    tolist, frombuffer, wait_all = Tensor.tolist, torch.frombuffer, torch.futures.wait_all
+    to_host, frombuffer, wait_all = (Tensor.tolist, Tensor.cpu), torch.frombuffer, torch.futures.wait_all
 
-    def observed_tolist(tensor: Tensor) -> Any:
-        if not isinstance(tensor, FakeTensor) and not streams.detector.is_host_memory(tensor):
-            streams.detector.operator("tolist", streams.current(), [tensor], [])
-            note_host_wait(streams, "tolist")
-        return tolist(tensor)
+    def observed(method: Any) -> Any:
+        def call(tensor: Tensor) -> Any:
+            if not isinstance(tensor, FakeTensor) and not streams.detector.is_host_memory(tensor):
+                streams.detector.operator(method.__name__, streams.current(), [tensor], [])
+                note_host_wait(streams, method.__name__)
+            return method(tensor)
+
+        return call
 
     def observed_frombuffer(*args: Any, **kwargs: Any) -> Tensor:
         tensor = frombuffer(*args, **kwargs)
@@ -120,14 +123,15 @@ def observing(streams: SimulatedStreams) -> Iterator[None]:
 
     streams.on_thread = lambda: Observer(streams)
     # These read and make tensors without an operator.
-    Tensor.tolist, torch.frombuffer = observed_tolist, observed_frombuffer  # type: ignore[method-assign]
+    Tensor.tolist, Tensor.cpu = map(observed, to_host)  # type: ignore[method-assign]
+    torch.frombuffer = observed_frombuffer
     # Through C++, futures would come back as those of torch, which know no streams.
     torch.futures.wait_all = lambda futures: [future.wait() for future in futures]
     try:
         with Observer(streams):
             yield
     finally:
-        Tensor.tolist, torch.frombuffer = tolist, frombuffer  # type: ignore[method-assign]
+        (Tensor.tolist, Tensor.cpu), torch.frombuffer = to_host, frombuffer  # type: ignore[method-assign]
         torch.futures.wait_all = wait_all
 
 
