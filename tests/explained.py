@@ -138,10 +138,6 @@ def bad_loss() -> Any:
     return nn.Linear(2, 2), (torch.randn(8, 2),), {}, lambda outputs: outputs.no_such_field
 
 
-def frozen() -> Any:
-    return Layers().requires_grad_(False), torch.randn(8, WIDTH)
-
-
 def a_number() -> Any:
     return 3
 

@@ -59,10 +59,6 @@ def unscale(model: Any) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(1), torch.tensor(1 / 64))
 
 
-def replace(model: Any) -> None:
-    model.layers[0].weight.grad = model.layers[0].weight.grad * 3
-
-
 def give_other_memory(model: Any) -> None:
     gradient = model.layers[0].weight.grad
     gradient.data = gradient.data * 3
@@ -77,9 +73,7 @@ WAYS = {
     "byte_grad": Way({"algorithm": ByteGrad()}),
     "local_sgd": Way({"algorithm": LocalSGD(period=2)}),
     "changed": Way(change=halve),
-    "changed, several": Way(change=lambda m: torch._foreach_mul_([p.grad for p in m.layers.parameters()], 0.5)),
     "unscaled": Way(change=unscale),
-    "replaced": Way(change=replace),
     "other memory": Way(change=give_other_memory),
     "two dtypes": Way(dtypes=(torch.float32, torch.float64), tolerance=1e-6),
     "bfloat16": Way(dtypes=(torch.bfloat16,), tolerance=2e-2),

@@ -31,13 +31,6 @@ def test_require_backward_grad_sync() -> None:
     assert seen[0] == seen[1] == [True, False, True, True, False]
 
 
-def test_grad_sync_is_not_copied() -> None:
-    model = replicated()
-    model.require_backward_grad_sync = False
-    assert not hasattr(copy.deepcopy(model), "require_backward_grad_sync")
-    assert not hasattr(model.unwrap(), "require_backward_grad_sync")
-
-
 MISSING = [
     "module", "broadcast_buffers", "scatter", "gather", "to_kwargs", "will_sync_module_buffers",
     "_update_process_group", "_get_ddp_logging_data", "_register_builtin_comm_hook", "_set_static_graph",

@@ -55,7 +55,6 @@ def test_unused_parameters_and_modules_of_a_sequence(ranks: Ranks) -> None:
         ("explained:with_group", ["leave it out", "--world-size ranks", 'dist.init_process_group("gloo")']),
         ("explained:train_itself", ["return the module as it is", "explained:train_itself returns a module"]),
         ("explained:lazy", ["nn.Linear(8, 4) instead of nn.LazyLinear(4)", "nn.Sequential(nn.LazyLinear"]),
-        ("explained:frozen", ["explain: the module has no parameter that requires a gradient"]),
         ("explained:a_number", ["returns an int; it must return a module, (module, inputs), (module, args, kwargs)"]),
         ("explained:missing", ["function 'explained:missing' cannot be imported"]),
         ("no_such_module:f", ["No module named 'no_such_module'"]),
