@@ -31,20 +31,13 @@ def mlp() -> nn.Module:
     return Mlp(WIDTH, num_layers=3)
 
 
-def derived(model: nn.Module, part: str = "") -> dict[str, Tensor]:
-    return {name: 0.5 * p for name, p in model.named_parameters() if part in name}
-
-
-def swap_some(model: Any, x: Tensor, step: int) -> None:
-    functional_call(model, derived(model, "layers.1"), (x,)).square().mean().backward()
-
-
-def swap_at_times(model: Any, x: Tensor, step: int) -> None:
-    (swap_some if step % 2 else one_backward)(model, x, step)
-
-
 @on_ranks(2)
 def test_functional_call_trains() -> None:
+    def swap_at_times(model: Any, x: Tensor, step: int) -> None:
+        derived = {name: 0.5 * p for name, p in model.named_parameters() if "layers.1" in name}
+        output = functional_call(model, derived, (x,)) if step % 2 else model(x)
+        output.square().mean().backward()
+
     models = beside_plain(mlp, bucket_cap_mb=CAP_MB, split="backward")
     assert max(train_beside(models, swap_at_times, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-5
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_net import backward, replicated
 from torch import nn
 
 from ddp_compile import ReplicationError, ddp_compile, shard_optimizer
@@ -20,10 +21,6 @@ from ddp_compile.runtime.desync.monitor import DesyncMonitor
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
-def small_model() -> Any:
-    return ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), backend="eager")
-
-
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """``capture.is_on = True`` begins one."""
@@ -32,32 +29,28 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def loss_of(model: nn.Module) -> torch.Tensor:
-    return model(torch.randn(2, 4)).sum()
-
-
 def test_captured_forward(capture: SimpleNamespace) -> None:
-    model = small_model()
+    model = replicated()
     capture.is_on = True
     said = r"^rank 0: a forward of a replicated module with gradients was called while work for cpu is being captured"
     with pytest.raises(ReplicationError, match=said):
-        model(torch.randn(2, 4))
+        model(torch.randn(2, 6))
     with model.no_sync(), pytest.raises(ReplicationError, match=said):
-        model(torch.randn(2, 4))
+        model(torch.randn(2, 6))
     with torch.no_grad():
-        model(torch.randn(2, 4))
+        model(torch.randn(2, 6))
     capture.is_on = False
-    loss_of(model).backward()
+    backward(model)
 
 
 @pytest.mark.parametrize("num_steps_before", [0, 1])
 def test_captured_backward(num_steps_before: int, capture: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model()
+    model: Any = replicated()
     # A comm hook lets a single rank send as several do.
     model.register_comm_hook(None, torch.distributed.BuiltinCommHookType.ALLREDUCE)
     for _ in range(num_steps_before):
-        loss_of(model).backward()
-    loss = loss_of(model)
+        backward(model)
+    loss = model(torch.randn(2, 6)).sum()
     sent: list[str] = []
     monkeypatch.setattr(DesyncMonitor, "backward_begins", lambda *_: sent.append("a message"))
     monkeypatch.setattr(type(model.comm_algorithm), "launch", lambda *_: sent.append("a bucket"))
@@ -80,14 +73,14 @@ def test_captured_optimizer_step(algorithm: AlgorithmConfig, shards: bool, said:
     model: Any = ddp_compile(nn.Linear(4, 4), backend="eager", algorithm=algorithm)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer = shard_optimizer(optimizer, model) if shards else optimizer
-    loss_of(model).backward()
+    model(torch.randn(2, 4)).sum().backward()
     before = model.weight.detach().clone()
     capture.is_on = True
     with pytest.raises(ReplicationError, match=said) if said else nullcontext():
         optimizer.step()
     assert torch.equal(model.weight, before) == bool(said)
     capture.is_on = False
-    loss_of(model).backward()
+    model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)
 

@@ -168,17 +168,9 @@ def through_functional_call(model: Any) -> Any:
     return torch.func.functional_call(model, derived, (torch.randn(2, 4),))
 
 
-class Around(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.gain = inner, nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gain * self.inner(x)
-
-
 def through_an_outer_functional_call(model: Any) -> Any:
-    return torch.func.functional_call(Around(model), {"gain": torch.ones(())}, (torch.randn(2, 4),))
+    outer = nn.Sequential(model, nn.Linear(4, 4))
+    return torch.func.functional_call(outer, {"1.bias": torch.ones(4)}, (torch.randn(2, 4),))
 
 
 def beside_a_tensor_in_a_place(model: Any) -> Any:

@@ -90,18 +90,13 @@ def test_bucket_of_a_hook() -> None:
         assert all(any(p is q for q in model.parameters()) for p in parameters)
         assert not torch.is_grad_enabled()
         bucket.set_buffer(flat * 2)
-        assert torch.equal(bucket.gradients()[0], gradients[0] * 2)
+        assert torch.equal(bucket.buffer(), flat * 2) and torch.equal(bucket.gradients()[0], gradients[0] * 2)
         num_buckets += 1
         return done(bucket.buffer())
 
     model.register_comm_hook(None, look)
     go_backward(model)
     assert num_buckets == 3
-    doubled = [p.grad.clone() for p in model.parameters()]
-    plain = model.unwrap()
-    plain.zero_grad()
-    go_backward(plain)
-    assert all(torch.equal(a, p.grad * 2) for a, p in zip(doubled, plain.parameters(), strict=True))
 
 
 def raises(state: Any, bucket: Any) -> Any:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from beside import gathered
 from process_copies import run_in_copy
 from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
@@ -26,14 +27,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 VOCABULARY = 11
 
 
-def code_in(text: str) -> str:
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-
-
 def sections(page: str) -> dict[str, str]:
     """The code in each section of a page, by the section's title."""
     _, *parts = re.split(r"^## (.+)$", (DOCS / page).read_text(), flags=re.MULTILINE)
-    return {title: code_in(text) for title, text in zip(parts[::2], parts[1::2], strict=True)}
+    blocks = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return {title: "\n".join(blocks.findall(text)) for title, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 class Net(nn.Module):
@@ -101,18 +99,6 @@ def run_recipe(title: str, replicate: Callable[[nn.Module], Any], path: Path, **
     return names
 
 
-@torch.compiler.set_stance("force_eager")  # tracing would be most of the time
-def difference_to_ddp(title: str, folder: Path) -> tuple[float, dict[str, Any]]:
-    """Between the parameters of both, and names of ours whose values can be sent."""
-    ours = run_recipe(title, replicate_quickly, folder / "ours")
-    theirs = run_recipe(title, DistributedDataParallel, folder / "theirs")
-    start = run_recipe("Generating", replicate_quickly, folder)["model"]
-    parameters = list(zip(ours["model"].parameters(), theirs["model"].parameters(), start.parameters(), strict=True))
-    assert all((p - s).abs().max() > 1e-4 for p, _, s in parameters), "nothing was trained"
-    values = {name: ours[name] for name in ("norm", "conflict") if name in ours}
-    return max(float((p - q).detach().abs().max()) for p, q, _ in parameters), {k: float(v) for k, v in values.items()}
-
-
 @pytest.mark.parametrize(
     "title",
     [
@@ -124,11 +110,16 @@ def difference_to_ddp(title: str, folder: Path) -> tuple[float, dict[str, Any]]:
         "Uneven inputs",
     ],
 )
-def test_recipe(title: str, ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(2).run(difference_to_ddp, title, tmp_path)
-    assert [difference for difference, _ in results] == [0.0, 0.0]
-    values = results[0][1]
-    assert values == results[1][1]  # the same bits on both ranks
+@on_ranks(2, eagerly=True)  # tracing would be most of the time
+def test_recipe(title: str, tmp_path: Path) -> None:
+    ours = run_recipe(title, replicate_quickly, tmp_path / "ours")
+    theirs = run_recipe(title, DistributedDataParallel, tmp_path / "theirs")
+    start = run_recipe("Generating", replicate_quickly, tmp_path)["model"]
+    for p, q, s in zip(ours["model"].parameters(), theirs["model"].parameters(), start.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert (p - s).abs().max() > 1e-4, "nothing was trained"
+    values = {name: float(ours[name]) for name in ("norm", "conflict") if name in ours}
+    assert gathered(values) == [values] * 2  # the same bits on both ranks, which have also written their files
     if title == "Gradients that are kept":
         assert values["conflict"] < 0
     if title == "Moving averages of weights":
@@ -159,16 +150,12 @@ def test_mean_over_tokens(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(ours["model"].named_parameters()), dict(plain.named_parameters()))
 
 
-@torch.compiler.set_stance("force_eager")
-def generated(path: Path) -> bool:
-    names = run_recipe("Generating", replicate_quickly, path)
-    if dist.get_rank() != 0:
-        return "tokens" not in names
-    return torch.equal(names["tokens"], names["model"].unwrap().generate(names["prompt"], 4))
-
-
-def test_generating(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(generated, tmp_path) == [True, True]
+@on_ranks(2, eagerly=True)
+def test_generating(tmp_path: Path) -> None:
+    names = run_recipe("Generating", replicate_quickly, tmp_path)
+    assert ("tokens" in names) == (dist.get_rank() == 0)
+    if "tokens" in names:
+        assert torch.equal(names["tokens"], names["model"].unwrap().generate(names["prompt"], 4))
 
 
 def adapters_trained(path: Path) -> tuple[set[str], list[float]]:
@@ -188,10 +175,8 @@ def test_adapters(ranks: Ranks, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_synchronized_batch_norm(tmp_path: Path) -> None:
-    path = tmp_path
-    with pytest.raises(ValueError) as raised:
-        run_recipe("Synchronized BatchNorm", replicate_quickly, path)
-    assert "SyncBatchNorm expected input tensor to be on" in str(raised.value)
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
+        run_recipe("Synchronized BatchNorm", replicate_quickly, tmp_path)
 
 
 @on_ranks(2)
