@@ -98,17 +98,17 @@ class Cnn(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def products(width: int, num_layers: int) -> nn.Module:
+    """Nothing that inductor would need a C++ compiler for."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
+
+
 class Case(NamedTuple):
     """A model and the global batch of one step."""
 
     make: Callable[[], nn.Module]  #: called with the same seed on every rank
     batch: Callable[[int], Tensor]  #: inputs for a number of rows
 
-
-#: All of it is products, so that inductor needs no C++ compiler.
-PRODUCTS = Case(
-    lambda: nn.Sequential(*(nn.Linear(101, 101, bias=False) for _ in range(5))), lambda rows: torch.randn(rows, 101)
-)
 
 CASES = {
     "mlp": Case(Mlp, lambda rows: torch.randn(rows, 101)),
@@ -117,7 +117,7 @@ CASES = {
     "cnn_batch_norm": Case(lambda: Cnn(nn.BatchNorm2d), lambda rows: torch.randn(rows, 3, 8, 8)),
 }
 
-ALL_CASES = {**CASES, "products": PRODUCTS}
+ALL_CASES = {**CASES, "products": Case(lambda: products(101, 5), lambda rows: torch.randn(rows, 101))}
 
 
 def make_model(case: str) -> nn.Module:

@@ -8,11 +8,13 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from halves import Built
 from in_ci import only
 from models import TanhLayer, relative_difference
 from rank_pool import Ranks
@@ -56,12 +58,8 @@ class OwnAlgorithm(CommAlgorithm):
         return self.group.allreduce([bucket.flat])
 
 
-class Own(AlgorithmConfig):
-    def __init__(self, traits: Traits) -> None:
-        self.traits = traits
-
-    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-        return OwnAlgorithm(process_group, self.traits)
+def own(**traits: Any) -> AlgorithmConfig:
+    return Built(partial(OwnAlgorithm, traits=Traits(**traits)))
 
 
 #: The algorithms of parameters average gradients while they warm up, which is all that is tried here.
@@ -76,9 +74,9 @@ ARGUMENTS: Mapping[Feature, Mapping[str, Any]] = {
     Feature.FIND_UNUSED: {"find_unused_parameters": True},
     Feature.SKIP_UNUSED: {"skip_all_reduce_unused_params": True},
     Feature.STATIC_GRAPH: {"static_graph": True},
-    Feature.ALGORITHM: {"algorithm": Own(Traits())},
-    Feature.NO_SHADOWS: {"algorithm": Own(Traits(takes_shadows=False))},
-    Feature.BEYOND_GROUP: {"algorithm": Own(Traits(beyond_group=True))},
+    Feature.ALGORITHM: {"algorithm": own()},
+    Feature.NO_SHADOWS: {"algorithm": own(takes_shadows=False)},
+    Feature.BEYOND_GROUP: {"algorithm": own(beyond_group=True)},
     Feature.AVERAGES: {"algorithm": LocalSGD(period=2, warmup_steps=100)},
     Feature.ASYNC: {"algorithm": AsyncModelAverage(sync_interval_ms=50, warmup_steps=100)},
 }
@@ -160,9 +158,9 @@ def make(features: tuple[Feature, ...], backend: str) -> tuple[Any, Any]:
 def train(features: tuple[Feature, ...], backend: str) -> float:
     """The largest difference of a parameter to that of one process, after two steps."""
     model, optimizer = make(features, backend)
-    alone, own = Net(has_buffer=False), slice(ROWS * dist.get_rank(), ROWS * (1 + dist.get_rank()))
     torch.manual_seed(0)
-    alone.load_state_dict(Net(has_buffer=False).state_dict())
+    alone, of_rank = Net(has_buffer=False), slice(ROWS * dist.get_rank(), ROWS * (1 + dist.get_rank()))
+    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=LR)
     num_backwards = 2 if Feature.NO_SYNC in features else 1
     normalizes = Feature.NORMALIZE in features
     contexts = [model.join() for feature in features if feature is Feature.JOIN]
@@ -174,19 +172,16 @@ def train(features: tuple[Feature, ...], backend: str) -> float:
             for number in range(num_backwards):
                 x = torch.randn(2 * ROWS, WIDTH)
                 with model.no_sync() if number < num_backwards - 1 else contextlib.nullcontext():
-                    squares = model(x[own]).square()
+                    squares = model(x[of_rank]).square()
                     if normalizes:
                         model.normalize_by(squares.numel())
                     (squares.sum() if normalizes else squares.mean()).backward()
                 (alone(x).square().mean() / (num_backwards if normalizes else 1)).backward()
             if Feature.MANUAL_FINALIZATION in features:
                 model.finalize_backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for parameter in alone.parameters():
-                    parameter -= LR * parameter.grad
-                    parameter.grad = None
+            for each in (optimizer, optimizer_alone):
+                each.step()
+                each.zero_grad()
     ours = model.state_dict()
     return max(relative_difference(ours[name], p.detach()) for name, p in alone.named_parameters())
 
@@ -208,8 +203,15 @@ def try_pairs(first: Feature, backend: str) -> list[tuple[Feature, str]]:
     return said
 
 
-def assert_table_holds(first: Feature, results: list[list[tuple[Feature, str]]]) -> None:
-    for rank, said in enumerate(results):
+FIRST = list(dict.fromkeys(first for first, _ in pairs()))
+#: Those with the most exclusions.
+IN_CI = [f for f in (Feature.ASYNC, Feature.BEYOND_GROUP, Feature.SHARDED_OPTIMIZER, Feature.JOIN) if f in FIRST]
+
+
+@pytest.mark.parametrize("backend", only(["eager"], ["eager", "aot_eager"]))
+@pytest.mark.parametrize("first", only(IN_CI, FIRST), ids=lambda first: first.name)
+def test_pairs(first: Feature, backend: str, ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(try_pairs, first, backend)):
         assert len(said) > 0
         for other, text in said:
             exclusions = exclusions_of(first, other)
@@ -218,22 +220,6 @@ def assert_table_holds(first: Feature, results: list[list[tuple[Feature, str]]])
                 assert any(each.reason in text and each.way_out in text for each in exclusions), (first, other, text)
             else:
                 assert text == "", (first, other, text)
-
-
-FIRST = list(dict.fromkeys(first for first, _ in pairs()))
-#: Those with the most exclusions.
-IN_CI = [f for f in (Feature.ASYNC, Feature.BEYOND_GROUP, Feature.SHARDED_OPTIMIZER, Feature.JOIN) if f in FIRST]
-
-
-@pytest.mark.parametrize("first", only(IN_CI, FIRST), ids=lambda first: first.name)
-def test_pairs(first: Feature, ranks: Ranks) -> None:
-    assert_table_holds(first, ranks(2).run(try_pairs, first, "eager"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", FIRST, ids=lambda first: first.name)
-def test_compiled_pairs(first: Feature, ranks: Ranks) -> None:
-    assert_table_holds(first, ranks(2).run(try_pairs, first, "aot_eager"))
 
 
 def test_fused_steps_beside_a_sharded_optimizer(single_rank_group: None) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
-from rank_pool import Ranks, on_ranks
+from rank_pool import on_ranks
 
 from ddp_compile import ddp_compile
 from ddp_compile.runtime.comm import process_groups, streams
@@ -49,42 +50,28 @@ def without_a_gpu() -> Iterator[None]:
         yield
 
 
-def message_beside_a_gpu(with_store: bool) -> tuple[str, list[list[int]]]:
-    """The message for gradients on a CUDA device, which need not exist for this test, and what it receives."""
+#: Of the gradients; it need not exist for these tests.
+GPU = torch.device("cuda", 0)
+
+
+@on_ranks(3)
+def test_group_of_hosts() -> None:
     dist.new_group([0])  # which rank 0 alone knows, as the groups of pipelines and tensor parallelism
     first_two = dist.new_group([0, 1])
     if dist.get_rank() == 2:
-        return "", []
-    gpu = torch.device("cuda", 0)
+        return
     dist.barrier(first_two)  # a rank that is done must not close connections that the other is still making
     with without_a_gpu():
-        if not with_store:
-            return str(IterationMessage(WithoutStore(first_two), gpu, is_needed=True)._device), []
-        message = IterationMessage(first_two, gpu, is_needed=True)
-    assert message._group is not first_two
+        message = IterationMessage(first_two, GPU, is_needed=True)
+    assert message._group is not first_two and str(message._device) == "cpu"
     message.send([bytearray([dist.get_rank() == 0, dist.get_rank() == 1, 0])])
-    return str(message._device), [list(part) for part in message.wait()]
+    assert message.wait() == [bytes([1, 1, 0])]
 
 
-class WithoutStore:
-    """A process group that is written in Python."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def size(self) -> int:
-        return self.group.size()
-
-    def get_group_store(self) -> None:
-        return None
-
-
-def test_group_of_hosts(ranks: Ranks) -> None:
-    assert ranks(3).run(message_beside_a_gpu, True)[:2] == [("cpu", [[1, 1, 0]])] * 2
-
-
-def test_process_group_without_store(ranks: Ranks) -> None:
-    assert ranks(3).run(message_beside_a_gpu, False)[:2] == [("cuda:0", [])] * 2
+def test_process_group_without_store() -> None:
+    written_in_python: Any = SimpleNamespace(size=lambda: 2, get_group_store=lambda: None)
+    with without_a_gpu():
+        assert IterationMessage(written_in_python, GPU, is_needed=True)._device == GPU
 
 
 def test_groups_of_a_bound_default_group(single_rank_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +79,10 @@ def test_groups_of_a_bound_default_group(single_rank_group: None, monkeypatch: p
     asked: list[dist.ProcessGroup] = []  # groups whose communicators would have been split
     monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", lambda group, *_: asked.append(group))
     default: Any = dist.group.WORLD
-    default.bound_device_id = torch.device("cuda", 0)
+    default.bound_device_id = GPU
     cpu = torch.device("cpu")
     groups = group_of([0], default, cpu, "agreed_on"), own_group(default, cpu)
     with pytest.raises(ValueError, match="world size"):
         group_of([0, -1], default, cpu, "agreed_on")
     assert [group.bound_device_id for group in groups] == [None, None] and asked == []
-    assert default.bound_device_id == torch.device("cuda", 0)
+    assert default.bound_device_id == GPU

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -135,6 +136,8 @@ def test_early_launch_beside_shadows() -> None:
 class CountsSteps(Joinable):
     """A user's own Joinable: how many steps all ranks have done together."""
 
+    join_device = torch.device("cpu")
+
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
@@ -147,17 +150,9 @@ class CountsSteps(Joinable):
         self.total += int(number)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        counter = self
-
-        class Hook(JoinHook):
-            def main_hook(self) -> None:
-                counter.count(0)
-
-        return Hook()
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
+        hook = JoinHook()
+        hook.main_hook = lambda: self.count(0)  # type: ignore[method-assign]
+        return hook
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -193,23 +188,15 @@ def test_shadow_after_no_sync() -> None:
     assert difference(*models) < 1e-6
 
 
-class CountsCalls(Halves):
-    num_forwards = num_backwards = 0
-
-    def before_forward(self, synchronize: bool) -> None:
-        self.num_forwards += synchronize
-
-    def after_backward(self) -> None:
-        self.num_backwards += 1
-
-
 @on_ranks(2, eagerly=True)
 def test_calls_of_an_algorithm() -> None:
-    model: Any = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=Built(CountsCalls))
-    with model.join():
+    model: Any = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=Built(Halves))
+    calls = {name: mock.Mock() for name in ("before_forward", "after_backward")}
+    with mock.patch.multiple(Halves, **calls), model.join():
         for _ in range(1 + 2 * dist.get_rank()):
             model(torch.ones(1, 2)).sum().backward()
-    assert (model.comm_algorithm.num_forwards, model.comm_algorithm.num_backwards) == (3, 3)
+    assert calls["before_forward"].mock_calls == [mock.call(True)] * 3
+    assert calls["after_backward"].call_count == 3
 
 
 @on_ranks(2, eagerly=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import ROWS_PER_RANK, Mlp, loss_of
+from models import ROWS_PER_RANK, Mlp, loss_of, products
 from rank_pool import RankPool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compile import ddp_compile
 from ddp_compile.bench.profiling import live_bytes, peak_live_bytes
 
-WIDTH, NUM_LAYERS = 256, 8
+WIDTH, NUM_LAYERS = 256, 8  # a quarter of a MiB of gradients in each layer
 #: Settings of ddp_compile and of DistributedDataParallel, which keeps its first bucket at 1 MiB only with a list.
 CAPS_MIB = (1.0, 2.0)
 #: torch 2.11 does not know it.
@@ -34,11 +34,6 @@ def ranks_that_have_run_nothing(rank_pools: dict[int, RankPool]) -> None:
 def model() -> nn.Module:
     """Two MiB of gradients, and with few rows hardly any activations, which would hide the reducer's memory."""
     return Mlp(width=WIDTH, num_layers=NUM_LAYERS)
-
-
-def products() -> nn.Module:
-    """A quarter of a MiB of gradients in each layer, and nothing that inductor would need a C++ compiler for."""
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
 
 
 def peak_of(trained: nn.Module, set_to_none: bool = True, rows: int = ROWS_PER_RANK) -> int:
@@ -82,7 +77,9 @@ def test_peak_is_ddps(backend: str | None) -> None:
 
 
 def peak_of_ours(backend: str, set_to_none: bool = True, rows: int = ROWS_PER_RANK, **settings: Any) -> int:
-    trained = ddp_compile(products(), bucket_cap_mb=0.25, backend=backend, **{"split": "backward", **settings})
+    trained = ddp_compile(
+        products(WIDTH, NUM_LAYERS), bucket_cap_mb=0.25, backend=backend, **{"split": "backward", **settings}
+    )
     peak = peak_of(trained, set_to_none, rows)
     del trained
     torch._dynamo.reset()
@@ -124,7 +121,8 @@ def live_in_the_end(parameters: list[nn.Parameter], expected: float) -> int:
 @pytest.mark.parametrize("lazily", [False, True])
 @on_ranks(2, eagerly=True)
 def test_lazy_bucket_allocation(lazily: bool) -> None:
-    trained = ddp_compile(products(), bucket_cap_mb=0.5, backend="eager", lazy_bucket_allocation=lazily)
+    module = products(WIDTH, NUM_LAYERS)
+    trained = ddp_compile(module, bucket_cap_mb=0.5, backend="eager", lazy_bucket_allocation=lazily)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
     x = torch.randn(ROWS_PER_RANK, WIDTH)
     found: list[int] = []

@@ -139,18 +139,14 @@ def test_reducer_is_freed(unwraps: bool) -> None:
     assert [reference() for reference in gone] == [None] * len(gone) and (kept is not None) == unwraps
 
 
-def _num_fake_tensors() -> int:
-    gc.collect()
-    return sum(issubclass(type(found), FakeTensor) for found in gc.get_objects())
-
-
 def test_graphs_are_freed(split: str) -> None:
     left_after = []
     for _ in range(5):
         model = replicated(split=split, bucket_cap_mb=1e-4, backend="aot_eager")
         model(torch.randn(4, 6)).sum().backward()
         del model
-        left_after.append(_num_fake_tensors())
+        gc.collect()
+        left_after.append(sum(issubclass(type(found), FakeTensor) for found in gc.get_objects()))
     # torch keeps what belongs to the latest one, more or less; each one that is kept would be 50 and more.
     assert left_after[4] - left_after[0] < 50
 

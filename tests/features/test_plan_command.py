@@ -85,10 +85,7 @@ def test_steps_over_ranks(capsys: pytest.CaptureFixture[str], profile: Path, tmp
         (("--bandwidth", "none"), "--bandwidth none is not a rate; pass for example 100gbit"),
         (("--profile", "/no/such"), "--profile /no/such cannot be read: "),
         (("--save", "/no/such/file"), "--save /no/such/file cannot be written: no folder /no/such; create it"),
-        (
-            ("--png", "steps.png"),
-            "--png steps.png shows more ranks than the profile has; pass --bandwidth and",
-        ),
+        (("--png", "steps.png"), "--png steps.png shows more ranks than the profile has; pass --bandwidth and"),
         (("--png", "/no/such/file"), "--png /no/such/file cannot be written: no folder /no/such; create it"),
         (("mine:gpt",), "'mine:gpt' is no longer an argument: the profile has the model's gradients"),
         (("--max-bucket-cap-mb", "3"), "--max-bucket-cap-mb 3 is no longer an argument: pass bucket_cap_mb="),

@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from beside import difference, flat_of, seeded
+from beside import flat_of, pair, seeded, train_beside
 from models import largest, loss_of, relative_difference
 from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from ways_to_train import note_launches
 
@@ -83,34 +82,27 @@ def rows(step: int) -> list[Tensor]:
 
 
 def train(make: type[nn.Module], lr: float = 0.1, regions: Any = "auto", split: str = "auto", **both: bool) -> Trained:
-    models = [seeded(make) for _ in range(2)]
     counter = CompileCounterWithBackend("aot_eager")
-    settings = {"regions": regions, "split": split, **both}
-    model: Any = ddp_compile(models[0], bucket_cap_mb=0.004, backend=counter, **settings)
-    with_ddp = DistributedDataParallel(models[1], **both)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=lr) for each in models]
-    reached = set[str]()
+    models = pair(make, both, bucket_cap_mb=0.004, backend=counter, regions=regions, split=split)
+    model, reached = models[0], set[str]()
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda gradient, name=name: reached.add(name))
-    # After an optimizer's zero_grad, and before the parameter's own hook has told the reducer.
+    # After zero_grad, and before the parameter's own hook has told the reducer.
     launches = note_launches(model, lambda bucket: model.stem.weight.grad is None)
-    differences, num_early, num_unused = [0.0], [], 0
-    for step in range(NUM_STEPS):
+    num_early, num_unused = [], []
+
+    def step_of(each: Any, _x: Tensor, step: int) -> None:
         launches.clear()
         reached.clear()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for each in (model, with_ddp):
-            loss_of(each(rows(step)[dist.get_rank()])).backward()
-        num_early.append(sum(launches))
-        num_unused += len(list(model.parameters())) - len(reached)
-        differences.append(difference(*models))
-        for optimizer in optimizers:
-            optimizer.step()
+        loss_of(each(rows(step)[dist.get_rank()])).backward()
+        if each is model:
+            num_early.append(sum(launches))
+            num_unused.append(len(list(model.parameters())) - len(reached))
+
+    assert largest(train_beside(models, step_of, NUM_STEPS, width=WIDTH, lr=lr)) < 1e-5
     plan = model.bucket_plan
     buckets = [[gradient.fqn for gradient in bucket.gradients] for bucket in plan.buckets]
-    assert largest(differences) < 1e-5
-    return Trained(counter.frame_count, buckets, num_early, num_unused, plan.digest, str(model.explain()))
+    return Trained(counter.frame_count, buckets, num_early, sum(num_unused), plan.digest, str(model.explain()))
 
 
 def owners(names: list[str]) -> set[str]:
@@ -159,20 +151,6 @@ def test_regions_that_differ() -> None:
 # Blocks that are compiled by themselves since Dynamo gives up the code around them.
 
 NUM_EXPERTS = 4
-
-
-class Loop(Blocks):
-    """Blocks in a loop that Dynamo gives up if it ``breaks``."""
-
-    breaks = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-            if self.breaks:
-                print(end="")
-        return self.head(x)
 
 
 class OfTorch(Blocks):
@@ -250,12 +228,20 @@ def test_blocks_after_a_graph_break(make: type[nn.Module], split: str, ranks: Ra
         assert len({of_rank.num_unused for of_rank in trained}) == 2
 
 
-class DiffersByRank(Loop):
+class DiffersByRank(Blocks):
     """Dynamo gives up the loop on one rank only."""
 
     def __init__(self) -> None:
         super().__init__()
         self.breaks = dist.get_rank() == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            if self.breaks:
+                print(end="")
+        return self.head(x)
 
 
 def test_one_rank_compiles_blocks(split: str, ranks: Ranks) -> None:

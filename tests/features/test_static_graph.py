@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import one_backward, own_batch, pair, train_beside
-from models import largest, loss_of, relative_difference
+from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -64,17 +64,12 @@ def test_checkpoints_over_one_weight(use_reentrant: bool) -> None:
     assert len(arrivals) == 4 * (3 if use_reentrant else 1)
 
 
-class Layers(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-
-
 @on_ranks(2)
 def test_checkpoint_around_the_module() -> None:
     def step_of(model: nn.Module, x: Tensor, step: int) -> None:
         loss_of(checkpoint(model, x.requires_grad_(), use_reentrant=True)).backward()
 
-    models = pair(Layers, {"static_graph": True}, bucket_cap_mb=0.0005)
+    models = pair(lambda: Mlp(WIDTH, 3), {"static_graph": True}, bucket_cap_mb=0.0005)
     assert largest(train_beside(models, step_of, 4, width=WIDTH)) < 1e-6
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from beside import difference, difference_to_mean, own_batch, pair
-from models import assert_buckets_launched_early, relative_difference
+from beside import difference, difference_to_mean, own_batch, pair, train_beside
+from models import assert_buckets_launched_early, largest, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 from ways_to_train import note_launches
@@ -44,7 +44,7 @@ class Branches(nn.Module):
         return {"unused": None, "losses": [Loss(y), (x,)]} if self.returns == "containers" else y
 
 
-def backward(model: Any, x: Tensor) -> None:
+def backward(model: Any, x: Tensor, step: int = 0) -> None:
     outputs = model(x)
     (outputs["losses"][0].value if isinstance(outputs, dict) else outputs).square().sum().backward()
 
@@ -81,17 +81,15 @@ CASES = {
 @on_ranks(2)
 def test_branches_by_rank(case: Case) -> None:
     """Branches 0 and 1 by rank, then both ranks the same, then a branch that only one rank ever uses."""
-    models = branches(case.returns, {"gradient_as_bucket_view": case.as_view}, **case.ours)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    rank = dist.get_rank()
-    for step, branch in enumerate([rank % 2, 0, 1, 2 if rank == 0 else 1, 1 - rank % 2, 0]):
-        choose(branch, *models)
-        for model in models:
-            backward(model, own_batch(step, WIDTH))
-        assert difference(*models) < case.tolerance
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=case.set_to_none)
+    models, rank = branches(case.returns, {"gradient_as_bucket_view": case.as_view}, **case.ours), dist.get_rank()
+    chosen = [rank % 2, 0, 1, 2 if rank == 0 else 1, 1 - rank % 2, 0]
+
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        choose(chosen[step], model)
+        backward(model, x)
+
+    differences = train_beside(models, step_of, len(chosen), width=WIDTH, set_to_none=case.set_to_none, lr=0.1)
+    assert largest(differences) < case.tolerance
     assert_buckets_launched_early(models[0])
     assert all(p.grad is None for p in models[0].branches[3].parameters())
 
@@ -114,16 +112,14 @@ def test_unused_gradient_keeps_every_bit() -> None:
 @on_ranks(2)
 def test_used_inside_no_sync() -> None:
     """One rank uses a branch in a micro-batch that is not reduced: the iteration after it still has to send it."""
-    models = branches()
-    for step in range(3):
+
+    def step_of(model: Any, _x: Tensor, step: int) -> None:
         for micro_batch in range(3):
-            choose(2 if micro_batch == 0 and dist.get_rank() == 0 else 0, *models)
-            for model in models:
-                with model.no_sync() if micro_batch < 2 else contextlib.nullcontext():
-                    backward(model, own_batch(3 * step + micro_batch, WIDTH))
-        assert difference(*models) < 1e-6
-        for model in models:
-            model.zero_grad()
+            choose(2 if micro_batch == 0 and dist.get_rank() == 0 else 0, model)
+            with model.no_sync() if micro_batch < 2 else contextlib.nullcontext():
+                backward(model, own_batch(3 * step + micro_batch, WIDTH))
+
+    assert largest(train_beside(branches(), step_of, width=WIDTH)) < 1e-6
 
 
 @on_ranks(2)
@@ -212,24 +208,19 @@ def names_in(bucket: Any) -> list[str]:
 def test_skip_unused() -> None:
     models = branches(both={**SKIPS, "bucket_cap_mb": 0.0005})
     choose(1, *models)
-    launched = note_launches(models[0], names_in)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
-    for step in range(NUM_STEPS):
-        x = own_batch(step, WIDTH)
+    launched, sent = note_launches(models[0], names_in), []
+
+    def step_of(model: Any, x: Tensor, step: int) -> None:
         launched.clear()
-        for each in models:
-            with each.no_sync():
-                backward(each, 2 * x)
-            backward(each, x)
-        assert difference(*models) < 1e-6
-        sent = sorted(name for names in launched for name in names if name.startswith("branches"))
-        if step == 0:
-            assert len(sent) == 8  # the ranks have not exchanged anything yet
-        else:
-            assert sent == ["branches.1.bias", "branches.1.weight"]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        with model.no_sync():
+            backward(model, 2 * x)
+        backward(model, x)
+        if model is models[0]:
+            sent.append(sorted(name for names in launched for name in names if name.startswith("branches")))
+
+    assert largest(train_beside(models, step_of, NUM_STEPS, width=WIDTH, lr=0.1)) < 1e-6
+    assert len(sent[0]) == 8  # the ranks have not exchanged anything yet
+    assert sent[1:] == [["branches.1.bias", "branches.1.weight"]] * (NUM_STEPS - 1)
 
 
 @on_ranks(2)
@@ -238,12 +229,9 @@ def test_skip_unused_but_used_by_one_rank() -> None:
     models = branches(both={"bucket_cap_mb": 0.0005}, **SKIPS)
     choose(dist.get_rank(), *models)
     launched = note_launches(models[0], names_in)
-    for step in range(NUM_STEPS):
+    for num_steps in (NUM_STEPS - 1, 1):
         launched.clear()
-        for each in models:
-            each.zero_grad()
-            backward(each, own_batch(step, WIDTH))
-        assert difference(*models) < 1e-6
+        assert largest(train_beside(models, backward, num_steps, width=WIDTH)) < 1e-6
     assert sum(map(len, launched)) == 2 * (2 + 2)
 
 
