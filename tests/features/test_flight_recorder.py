@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
 from rank_pool import on_ranks
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from ddp_compile import ddp_compile, shard_optimizer
-from ddp_compile.algorithms import ByteGrad
+from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, GradientAllReduce
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 WIDTH, CAP_MB = 16, 0.001
@@ -39,34 +38,20 @@ def names_in(model: Any) -> list[str]:
     return [f"bucket_{i}_of_plan_{model.bucket_plan.digest}" for i in range(len(model.bucket_plan.buckets))]
 
 
-def with_comm_hook(model: Any) -> None:
-    model.register_comm_hook(None, fp16_compress_hook)
-
-
-#: Settings of ddp_compile, what is done to the model, and how many collectives a bucket takes.
-WAYS: dict[str, tuple[dict[str, Any], Callable[[Any], Any], int]] = {
-    "all-reduce": ({}, id, 1),
-    "hook": ({}, with_comm_hook, 1),
-    "ByteGrad": ({"algorithm": ByteGrad()}, id, 2),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2)
-def test_recorded_collectives(way: str) -> None:
-    settings, change, num_sent = WAYS[way]
-    with torch.compiler.set_stance("force_eager"):
-        model = ddp_compile(Mlp(WIDTH, 4), bucket_cap_mb=CAP_MB, **settings)
-        change(model)
-        for _ in range(3):  # the third iteration is the first one of the last plan without messages between the ranks
-            last = max((entry["record_id"] for entry in entries()), default=-1)
-            loss_of(model(torch.randn(4, WIDTH))).backward()
+# A bucket of ByteGrad takes two collectives.
+@pytest.mark.parametrize(("algorithm", "num_sent"), [(GradientAllReduce(), 1), (ByteGrad(), 2)])
+@on_ranks(2, eagerly=True)
+def test_recorded_collectives(algorithm: AlgorithmConfig, num_sent: int) -> None:
+    model = ddp_compile(Mlp(WIDTH, 4), bucket_cap_mb=CAP_MB, algorithm=algorithm)
+    for _ in range(3):  # the third iteration is the first one of the last plan without messages between the ranks
+        last = max((entry["record_id"] for entry in entries()), default=-1)
+        loss_of(model(torch.randn(4, WIDTH))).backward()
     named = [bucket_of(entry) for entry in entries() if entry["record_id"] > last]
     assert len(model.bucket_plan.buckets) > 2
     assert sorted(named, key=str) == sorted(names_in(model) * num_sent)
 
 
-@on_ranks(2)
+@on_ranks(2, eagerly=True)
 def test_collectives_of_sharded_optimizers() -> None:
     """The recorder has no messages of gloo's from rank to rank, but those of NCCL."""
     found: dict[str, list[str]] = {"reduce_scatter": [], "all_gather": []}
@@ -79,7 +64,7 @@ def test_collectives_of_sharded_optimizers() -> None:
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
+    with pytest.MonkeyPatch.context() as patch:
         model = ddp_compile(Mlp(WIDTH, 4), bucket_cap_mb=CAP_MB)
         optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         loss_of(model(torch.randn(4, WIDTH))).backward()
@@ -111,21 +96,16 @@ def train_and_drop(callback: Callable[[weakref.ref[CodeType]], object]) -> list[
     return references
 
 
-@on_ranks(2)
+@on_ranks(2, eagerly=True)
 def test_code_outlives_the_recorder() -> None:
     """Its death there would run callbacks inside a lock of torch's."""
     died: list[weakref.ref[CodeType]] = []
-    with torch.compiler.set_stance("force_eager"):
-        references = train_and_drop(died.append)
+    references = train_and_drop(died.append)
     gc.collect()
     assert len(references) > 4 and any(bucket_of(entry) for entry in entries())
-    replace_entries()
+    # Until nothing else is left in the recorder; the stack that is replaced last dies with the next record.
+    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    for _ in range(NUM_KEPT + 1):
+        alone.allreduce([torch.zeros(1)]).wait()
     assert not any(bucket_of(entry) for entry in entries()), "the recorder still holds the stacks"
     assert died == [] and all(reference() is not None for reference in references)
-
-
-def replace_entries() -> None:
-    """Record so many collectives, of this rank alone, that nothing else is left in the recorder."""
-    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
-    for _ in range(NUM_KEPT + 1):  # the stack that is replaced last dies with the next record
-        alone.allreduce([torch.zeros(1)]).wait()

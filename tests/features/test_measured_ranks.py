@@ -7,12 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from beside import gathered
-from differing_ranks import run_and_meet
 from models import Mlp, loss_of
 from rank_pool import on_ranks
 from torch import nn
@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.__main__ import main
 from ddp_compile.algorithms import AsyncModelAverage, ByteGrad, GradientAllReduce, LocalSGD
-from ddp_compile.errors import GradientArrivalError, ReplicationError
+from ddp_compile.errors import GradientArrivalError, RanksDifferError, ReplicationError
 from ddp_compile.report.step_report import StepReport
 from ddp_compile.report.steps import Step
 
@@ -40,8 +40,11 @@ def trained(**settings: Any) -> Any:
     return model
 
 
-def train_step(model: nn.Module) -> None:
+def train_step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     loss_of(model(torch.randn(6, 33))).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def check_times(step: Step) -> None:
@@ -112,14 +115,10 @@ def test_late_rank_is_named() -> None:
 def test_gathers_of_the_next_step() -> None:
     model = replicate()
     optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
-    measurement = None
-    for number in range(1, 6):
-        if number == 2:
-            measurement = model.measure(steps=2)  # the gathers for step 2 have been launched: step 3 is the first
-        train_step(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert measurement is not None
+    train_step(model, optimizer)
+    measurement = model.measure(steps=2)  # the gathers for step 2 have been launched: step 3 is the first
+    for _ in range(4):
+        train_step(model, optimizer)
     steps = measurement.report().steps
     assert [step.number for step in steps] == [3, 4]
     for step in steps:
@@ -235,21 +234,11 @@ def test_step_that_raises() -> None:
     assert [step.number for step in measurement.report().steps] == [3, 5]
 
 
-def one_rank_measures(group: dist.ProcessGroup) -> None:
-    model = replicate(process_group=group)
-    train_step(model)
-    if dist.get_rank() == 0:
-        model.measure(steps=2)
-    train_step(model)
-
-
-@on_ranks(2)
-def test_rank_that_measures_alone() -> None:
-    outcome = run_and_meet(one_rank_measures)
-    assert "measure(steps=2) from iteration 2 on on rank 0, nothing on rank 1" in outcome
-    assert outcome.startswith(("RanksDifferError", "ReductionError")[dist.get_rank()])
-    outcome = run_and_meet(lambda group: replicate(process_group=group).measure(steps=2 + dist.get_rank()))
-    assert "RanksDifferError" in outcome and "measure(steps=2) from iteration 1 on on rank 0" in outcome
+@on_ranks(2, eagerly=True)
+def test_ranks_that_measure_different_steps() -> None:
+    """A rank that measures alone is one of those of `test_error_says_where_ranks_stand`."""
+    with pytest.raises(RanksDifferError, match=r"measure\(steps=2\) from iteration 1 on on rank 0"):
+        replicate().measure(steps=2 + dist.get_rank())
 
 
 @on_ranks(2, eagerly=True)
@@ -258,6 +247,9 @@ def test_refused_measurements() -> None:
     for steps in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=r"measure\(steps=.*\) must be an integer of at least 1"):
             model.measure(steps=steps)
+    said = r"after destroy_process_group\(\), .* call it before"
+    with mock.patch.object(dist, "is_initialized", lambda: False), pytest.raises(ReplicationError, match=said):
+        model.measure()
     measurement = model.measure(steps=2)
     with pytest.raises(ReplicationError, match="while another measurement of this model records"):
         model.measure()
@@ -321,10 +313,3 @@ def test_last_hundred_steps_and_an_exception(single_rank_group: None) -> None:
     assert left.is_over and not left.is_complete
     with pytest.raises(ReplicationError, match=r"no report: 1 steps have been measured\. It has ended"):
         left.report()
-
-
-def test_without_a_process_group(single_rank_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = replicate()
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # as after destroy_process_group()
-    with pytest.raises(ReplicationError, match=r"after destroy_process_group\(\), .* call it before"):
-        model.measure()

@@ -1,6 +1,5 @@
 """Which graphs are left whole: backends, compiled autograd, ``split="auto"``; and what that leaves alone."""
 
-import copy
 import functools
 import logging
 from collections.abc import Callable
@@ -9,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.compile_fx as inductor
+from models import products
 from residual_layers import ONE_LAYER_MIB, WIDTH, ResidualLayers
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
-from ways_to_train import count_early
+from ways_to_train import count_early, note_launches
 
 from ddp_compile import ddp_compile
 
@@ -42,19 +42,6 @@ def num_launched_early(model: nn.Module, rows: int = 8) -> int:
     return len(launched)
 
 
-def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
-    def inner_compile(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        seen.append("backward" if kwargs.get("is_backward") else "forward")
-        return inductor.compile_fx_inner(gm, inputs, **kwargs)
-
-    return inner_compile
-
-
-def products() -> nn.Module:
-    """Which inductor needs no C++ compiler for."""
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
-
-
 @pytest.mark.inductor
 def test_inner_compile() -> None:
     module = ResidualLayers()
@@ -62,9 +49,14 @@ def test_inner_compile() -> None:
         ddp_compile(module, split="backward", backend=functools.partial(inductor.compile_fx, inner_compile=5))
     assert type(module) is ResidualLayers
     seen: list[str] = []
-    backend = functools.partial(inductor.compile_fx, inner_compile=counting_inner_compile(seen))
+
+    def inner_compile(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        seen.append("backward" if kwargs.get("is_backward") else "forward")
+        return inductor.compile_fx_inner(gm, inputs, **kwargs)
+
+    backend = functools.partial(inductor.compile_fx, inner_compile=inner_compile)
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        assert num_launched_early(replicated(make=products, backend=backend)) == 5
+        assert num_launched_early(replicated(make=lambda: products(WIDTH, 6), backend=backend)) == 5
     assert seen == ["forward", "backward"]
 
 
@@ -150,41 +142,9 @@ def test_auto_leaves_a_later_graph_whole() -> None:
     assert "\n  at output: bucket 5 is ready when the graph ends\n" in explained  # in no module
 
 
-class SparseInTheMiddle(nn.Module):
-    """The values of the sparse gradient are as large as the gradient of a weight that is computed later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.embedding = nn.Embedding(5, 4, sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x) + self.embedding(torch.arange(4)))
-
-
-@pytest.mark.inductor
-@pytest.mark.long
-def test_memory_of_a_sparse_gradient() -> None:
-    torch.manual_seed(0)
-    plain = SparseInTheMiddle().double()
-    model = ddp_compile(copy.deepcopy(plain), bucket_cap_mb=1e-4, split="backward", backend="inductor")
-    model.register_comm_hook(None, allreduce_hook)  # without which one rank launches nothing
-    x = torch.randn(4, 4, dtype=torch.float64)
-    for module in (plain, model):
-        module(x).square().sum().backward()
-    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad.to_dense(), expected.grad.to_dense())
-
-
-def noting_hook(noted: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
-    noted.append(bucket.index())
-    return allreduce_hook(None, bucket)
-
-
 def test_backward_after_unwrap() -> None:
-    sent: list[int] = []
-    model = ddp_compile(ResidualLayers(), bucket_cap_mb=ONE_LAYER_MIB, split="backward", backend="aot_eager")
-    model.register_comm_hook(sent, noting_hook)
+    model = replicated(backend="aot_eager")
+    sent = note_launches(model, lambda bucket: bucket.spec.index)
     for _ in range(2):
         step(model)
     assert len(sent) == 12

@@ -17,38 +17,19 @@ pytestmark = pytest.mark.usefixtures("each_split")
 
 
 class User:
-    """One training loop. Subclasses define what it does with gradients."""
+    """One training loop. Subclasses define what it does with gradients.
+
+    `test_documented_code` has one more, of docs/migration.md, which keeps the gradients of two losses.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parameters = list(model.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
 
-    def step(self, x: Tensor, step: int) -> list[Tensor]:
+    def step(self, x: Tensor) -> list[Tensor]:
         """Returns what the user has looked at."""
-        self.optimizer.zero_grad()
-        loss_of(self.model(x)).backward()
-        seen = self.look(step)
-        self.optimizer.step()
-        return [*seen, *(p.grad for p in self.parameters if p.grad is not None)]
-
-    def look(self, step: int) -> list[Tensor]:
-        return []
-
-
-class PcGrad(User):
-    """Two losses; the gradients of both, kept by reference, make one."""
-
-    def step(self, x: Tensor, step: int) -> list[Tensor]:
-        of_each = []
-        for rows in (x[:3], x[3:]):
-            self.optimizer.zero_grad()
-            loss_of(self.model(rows)).backward()
-            of_each.append([p.grad for p in self.parameters])
-        for parameter, first, second in zip(self.parameters, *of_each, strict=True):
-            parameter.grad = first + second
-        self.optimizer.step()
-        return [gradient for gradients in of_each for gradient in gradients]
+        raise NotImplementedError
 
 
 class LendsGradients(User):
@@ -58,11 +39,14 @@ class LendsGradients(User):
         super().__init__(model)
         self.other = [nn.Parameter(p.detach().clone()) for p in self.parameters]
 
-    def look(self, step: int) -> list[Tensor]:
+    def step(self, x: Tensor) -> list[Tensor]:
+        self.optimizer.zero_grad()
+        loss_of(self.model(x)).backward()
         before = [p.grad.clone() for p in self.other if p.grad is not None]
         for mine, theirs in zip(self.parameters, self.other, strict=True):
             theirs.grad = mine.grad
-        return before
+        self.optimizer.step()
+        return [*before, *(p.grad for p in self.parameters if p.grad is not None)]
 
 
 class FlatBufferOfTheirOwn(User):
@@ -75,7 +59,7 @@ class FlatBufferOfTheirOwn(User):
         for parameter, part in zip(self.parameters, self.flat.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter)
 
-    def step(self, x: Tensor, step: int) -> list[Tensor]:
+    def step(self, x: Tensor) -> list[Tensor]:
         self.flat.zero_()
         loss_of(self.model(x)).backward()
         self.optimizer.step()
@@ -85,7 +69,7 @@ class FlatBufferOfTheirOwn(User):
 class Accumulates(User):
     """And keeps the gradients that a local backward has made, which the next one adds to."""
 
-    def step(self, x: Tensor, step: int) -> list[Tensor]:
+    def step(self, x: Tensor) -> list[Tensor]:
         self.optimizer.zero_grad()
         with self.model.no_sync():
             loss_of(self.model(x[:3])).backward()
@@ -117,7 +101,7 @@ def train(user: str, **settings: Any) -> float:
     users = [USERS[user](model) for model in models]
     worst = [0.0]
     for step in range(4):
-        ours, theirs = (each.step(own_batch(step, 17, 6), step) for each in users)
+        ours, theirs = (each.step(own_batch(step, 17, 6)) for each in users)
         worst += map(relative_difference, ours, theirs)
     return largest(worst)
 
