@@ -173,7 +173,7 @@ class Leaf(nn.Module):
             self.norm = nn.BatchNorm1d(WIDTH)
         else:
             self.weight = nn.Parameter(torch.randn(WIDTH))
-        if kind in ("counter", "factor_of_buffer"):
+        if kind == "counter":
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         if kind in ("running_mean", "replaced_buffer"):
             self.register_buffer("mean", torch.zeros(WIDTH))
@@ -195,11 +195,6 @@ def no_grad_shared(block: Leaf, h: Tensor) -> Tensor:
 def counter(block: Leaf, h: Tensor) -> Tensor:
     block.count += 1
     return h * block.weight
-
-
-def factor_of_buffer(block: Leaf, h: Tensor) -> Tensor:
-    block.count += 1
-    return h * block.weight * (1 + 0.1 * block.count)
 
 
 def running_mean(block: Leaf, h: Tensor) -> Tensor:
@@ -263,7 +258,6 @@ LEAVES: dict[str, Callable[[Leaf, Tensor, Arguments], Tensor]] = {
     "weight_read_without_gradient": lambda b, h, a: apply_no_gradient(h, b),
     "function": lambda b, h, a: TimesTwo.apply(h, b.weight),
     "counter": lambda b, h, a: counter(b, h),
-    "factor_of_buffer": lambda b, h, a: factor_of_buffer(b, h),
     "running_mean": lambda b, h, a: running_mean(b, h),
     "replaced_buffer": lambda b, h, a: replaced_buffer(b, h),
     "cache": lambda b, h, a: cache(b, h),

@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ddp_compile.algorithms import ByteGrad
-
 WIDTH = 8
 
 # Outcomes that may be promised
@@ -20,6 +18,7 @@ HANG = "hang"
 SILENT = "silently wrong"
 
 TABLE = "Where each rank was when it last posted"
+TWO_MODELS = "order of models, once"
 
 
 class Kind(NamedTuple):
@@ -38,19 +37,10 @@ class Kind(NamedTuple):
 
 KINDS: dict[str, Kind] = {
     "nothing": Kind(EXACT),
-    # The model
-    "width of a layer": Kind(NAMED, r"float32\[", {}),
-    "one more layer": Kind(NAMED, r"rank 1", {}),
-    "name of a parameter": Kind(NAMED, r"renamed", {}),
-    "dtype": Kind(NAMED, r"float64", {}),
-    "frozen parameter": Kind(NAMED, r"frozen|requires_grad|trainable", {}),
-    "one more buffer": Kind(NAMED, r"extra", {}),
-    # Settings
+    # Settings; tests/features/test_different_models.py has models that differ
     "bucket cap": Kind(EXACT, "", {"bucket_cap_mb": 2e-4}),
     "split": Kind(EXACT, r"split|launch", {"split": "none"}, also=(NAMED,)),
     "backend": Kind(EXACT, r"backend|launch", {"backend": "eager"}, also=(NAMED,)),
-    "algorithm": Kind(NAMED, r"algorithm", {"algorithm": ByteGrad()}),
-    "find_unused_parameters": Kind(NAMED, r"find_unused_parameters", {}),
     "static_graph": Kind(NAMED, r"static_graph", {"static_graph": True}),
     "broadcast_buffers": Kind(NAMED, r"broadcast_buffers", {"broadcast_buffers": False}),
     "init_sync": Kind(NAMED, r"init_sync", {"init_sync": False}),
@@ -59,10 +49,8 @@ KINDS: dict[str, Kind] = {
     "parameters_to_ignore": Kind(NAMED, r"0\.bias", {"parameters_to_ignore": ["0.bias"]}),
     "dynamic": Kind(EXACT, "", {"dynamic": False}),
     "fullgraph": Kind(EXACT, "", {"fullgraph": True}),
-    "comm hook": Kind(NAMED, r"comm hook", {}),
-    "optimizer sharded": Kind(NAMED, r"shard", {}),
+    "optimizer sharded": Kind(NAMED, r"shard"),
     # The program
-    "hook later": Kind(NAMED, r"comm hook"),
     "evaluates": Kind(EXACT),
     "accumulates": Kind(EXACT),
     "forward in no_sync": Kind(EXACT),
@@ -88,34 +76,16 @@ KINDS: dict[str, Kind] = {
     "optimizer step twice": Kind(NAMED, r"same bits"),
     # Its own error is gloo's.
     "collective in between": Kind(ENDED, rf"{TABLE}|gloo", also=(NAMED,)),
-    # Two models
-    "order of models": Kind(NAMED, r"process group of its own", models=("mlp",)),
-    "order of models, once": Kind(NAMED, r"process group of its own", models=("mlp",)),
+    # tests/desync/test_divergence.py has models that stay in another order
+    TWO_MODELS: Kind(NAMED, r"process group of its own", models=("mlp",)),
 }
 CAUGHT = ("forward raises, caught", "forward raises, step left out")
-SETTINGS = {name for name, kind in KINDS.items() if kind.settings is not None}
-PROGRAM = {name for name, kind in KINDS.items() if kind.settings is None and not name.startswith("order of models")}
 
 
-def make_net(model: str, kind: str) -> nn.Module:
-    """The module, with rank 1's difference if there is one in the model."""
+def make_net(model: str) -> nn.Module:
     torch.manual_seed(3)
-    width = WIDTH + 3 if kind == "width of a layer" else WIDTH
-    middle: nn.Module = nn.BatchNorm1d(width) if model == "norm" else nn.Tanh()
-    net = nn.Sequential(nn.Linear(WIDTH, width), middle, nn.Linear(width, WIDTH))
-    if kind == "one more layer":
-        net.append(nn.Linear(WIDTH, WIDTH))
-    elif kind == "name of a parameter":
-        net = nn.Sequential()
-        for name, layer in (("renamed", nn.Linear(WIDTH, width)), ("1", middle), ("2", nn.Linear(width, WIDTH))):
-            net.add_module(name, layer)
-    elif kind == "dtype":
-        net.double()
-    elif kind == "frozen parameter":
-        net[0].bias.requires_grad_(False)
-    elif kind == "one more buffer":
-        net.register_buffer("extra", torch.zeros(3))
-    return net
+    middle: nn.Module = nn.BatchNorm1d(WIDTH) if model == "norm" else nn.Tanh()
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), middle, nn.Linear(WIDTH, WIDTH))
 
 
 def settings_of(recipe: Any, rank: int) -> dict[str, Any]:
@@ -126,8 +96,4 @@ def settings_of(recipe: Any, rank: int) -> dict[str, Any]:
         "bucket_cap_mb": recipe.cap_mib,
         "find_unused_parameters": recipe.find_unused,
     }
-    if rank == 0:
-        return settings
-    if recipe.kind == "find_unused_parameters":
-        settings["find_unused_parameters"] = not recipe.find_unused
-    return {**settings, **(KINDS[recipe.kind].settings or {})}
+    return settings if rank == 0 else {**settings, **(KINDS[recipe.kind].settings or {})}

@@ -5,7 +5,6 @@ programs run on plain modules in one process, whose gradients are averaged step 
 """
 
 import contextlib
-import copy
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -19,14 +18,12 @@ import torch.distributed as dist
 from beside import gathered
 from fuzz.differences import (
     CAUGHT,
-    ENDED,
     EXACT,
     HANG,
     KINDS,
     NAMED,
-    PROGRAM,
-    SETTINGS,
     SILENT,
+    TWO_MODELS,
     UNNAMED,
     WAITED,
     WIDTH,
@@ -34,16 +31,14 @@ from fuzz.differences import (
     settings_of,
 )
 from fuzz.verdict import Verdict, quiet
+from models import loss_of
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_compile import ddp_compile, shard_optimizer
 
 TIMEOUT_S = 5.0  #: of the case's process group
 LIMIT_S = TIMEOUT_S + 10.0  #: within which every rank must be done
 RELATIVE = 1e-4
-
-DIFFERING_OUTCOMES = (EXACT, NAMED, WAITED, ENDED, UNNAMED, HANG, SILENT)
 
 
 @dataclass(frozen=True)
@@ -97,10 +92,6 @@ def batch(rank: int, step: int, call: int, rows: int = 4) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 * step + 10 * call + rank))
 
 
-def loss_of(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
 class Program:
     """One rank's program, on a replicated model or on a plain one.
 
@@ -151,8 +142,6 @@ class Program:
                 self.model(torch.ones(2, WIDTH + 1))
         elif here == "collective in between" and self.group is not None:
             dist.all_reduce(torch.ones(3), group=self.group)
-        elif here == "hook later" and self.group is not None:
-            self.model.register_comm_hook(None, default_hooks.allreduce_hook)
         else:
             self._disturb(here)
 
@@ -232,32 +221,26 @@ def train(recipe: DifferingRecipe, rank: int, group: dist.ProcessGroup) -> Seen:
         torch._dynamo.reset()
     try:
         with torch.compiler.set_stance("default" if recipe.compiled else "force_eager"):
-            if recipe.kind in SETTINGS | PROGRAM:
-                net = make_net(recipe.model, recipe.kind if rank == 1 else "")
-                model: Any = ddp_compile(net, process_group=group, **settings_of(recipe, rank))
-                if rank == 1 and recipe.kind == "comm hook":
-                    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            if recipe.kind == TWO_MODELS:
+                train_two(recipe, rank, group, gradients)
+            else:
+                model: Any = ddp_compile(make_net(recipe.model), process_group=group, **settings_of(recipe, rank))
                 for event in Program(recipe, rank, model, group).run():
                     progressed = time.monotonic()
                     if event == "reduced":
                         gradients.append(gradients_of(model))
                 state = state_of(model)
-            else:
-                train_two(recipe, rank, group, gradients)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     return Seen(gradients, state, error, time.monotonic() - progressed)
 
 
 def train_two(recipe: DifferingRecipe, rank: int, group: dist.ProcessGroup, gradients: list[Any]) -> None:
-    """Two models in one process group, whose backwards rank 1 calls in another order."""
-    models = [ddp_compile(make_net("mlp", ""), process_group=group, **settings_of(recipe, 0)) for _ in range(2)]
+    """Two models in one process group, whose backwards rank 1 calls in another order once."""
+    models = [ddp_compile(make_net("mlp"), process_group=group, **settings_of(recipe, 0)) for _ in range(2)]
     for step in range(len(recipe.program)):
         losses = [loss_of(model(batch(rank, step, i))) * (i + 1) for i, model in enumerate(models)]
-        swapped = rank == 1 and (
-            step == recipe.differs_at or (recipe.kind == "order of models" and step >= recipe.differs_at)
-        )
-        for loss in reversed(losses) if swapped else losses:
+        for loss in reversed(losses) if rank == 1 and step == recipe.differs_at else losses:
             loss.backward()
         gradients.append([*gradients_of(models[0]), *gradients_of(models[1])])
         for model in models:
@@ -267,7 +250,7 @@ def train_two(recipe: DifferingRecipe, rank: int, group: dist.ProcessGroup, grad
 @torch.compiler.set_stance("force_eager")
 def expected(recipe: DifferingRecipe) -> list[Seen]:
     """What both ranks should see, computed in one process."""
-    nets = [copy.deepcopy(make_net(recipe.model, "")) for _ in range(2)]
+    nets = [make_net(recipe.model) for _ in range(2)]
     programs = [Program(recipe, rank, net, None).run() for rank, net in enumerate(nets)]
     seen = [Seen([], [], None, 0.0) for _ in nets]
     while True:
@@ -328,7 +311,7 @@ def verdict_of(recipe: DifferingRecipe, seen: Sequence[Seen]) -> Verdict:
     if slow:
         return Verdict(HANG, f"{'; '.join(slow)}: {said}")
     if all(error is None for error in errors):
-        if kind.promise == NAMED or recipe.kind not in SETTINGS | PROGRAM:
+        if kind.promise == NAMED:
             return Verdict(SILENT, "no error on any rank")
         should = expected(recipe)
         found = next((f"rank {r}: {d}" for r, d in enumerate(map(difference, seen, should)) if d is not None), None)

@@ -52,20 +52,15 @@ def _kinds(block: Block) -> Iterator[str]:
 
 # An entry that is several times in a tuple is more likely by that factor.
 PLAIN = ("linear", "linear", "tanh", "gelu", "layer_norm", "weight", "embedding")
-# What torch treats in its own way when it makes or cuts a graph; trained one by one.
+# What torch treats in its own way when it makes or cuts a graph; not drawn, but trained one by one.
 RARE = (
     *("conjugated", "hooked", "sizes", "transforms", "condition", "convolution", "by_keyword", "autocast"),
     *("inference_mode", "nested_region"),
 )
 # Their gradient is None, in each backward or in some, which needs find_unused_parameters or static_graph.
 UNUSED = ("branch", "no_grad")
-# A checkpoint runs them twice, in which eager code and compiled code differ.
-NOT_DRAWN = {
-    # aot_eager by itself computes a wrong gradient with it; for a test of how that counts.
-    "factor_of_buffer",
-    *RARE,
-}
 HAVE_BUFFERS = ("batch_norm", "counter", "running_mean", "replaced_buffer", "cache", "spectral_norm")
+# A checkpoint runs them twice, in which eager code and compiled code differ.
 STATEFUL = (*HAVE_BUFFERS, "remembers", "counts_calls")
 REPEATED_STEPS = ("zero", "zero_to_none", "step", "step", "clip", "zero_to_none", "zero")
 #: Steps like "train" whose forward does not run compiled code, or that of other tensors.
@@ -77,7 +72,7 @@ def recipe_of(seed: int, backends: tuple[str, ...] = ("eager", "eager", "aot_eag
     """The case that belongs to ``seed``; a block counts as one with those inside it."""
     random = Random(seed)
     parameters = random.choices(("every", "find_unused", "static_graph"), (6, 3, 2))[0]
-    excluded = NOT_DRAWN | set(UNUSED if parameters == "every" else ())
+    excluded = {*RARE, *(UNUSED if parameters == "every" else ())}
     blocks = _blocks(random, random.randint(1, most_blocks), excluded)
     others = _blocks(random, 2, excluded, depth=2) if random.random() < 0.2 else ()
     program = _program(random, parameters, bool(others))

@@ -2,7 +2,7 @@
 
 Prints the outcomes of the cases, and each failing case made smaller. ``--seed N`` judges one case alone. ``--sharded``
 trains random parameters with a sharded optimizer, against one that is not sharded. ``--ranks-that-differ`` gives two
-ranks programs that differ in one thing, and prints a table of what happens.
+ranks programs that differ in one thing, and prints what happens for each thing.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import os
 import queue
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fuzz.differences import ENDED, HANG, KINDS
-from fuzz.differing import DIFFERING_OUTCOMES, DifferingRecipe, differing_recipe_of, is_kept, judge_differing
+from fuzz.differences import ENDED, HANG
+from fuzz.differing import DifferingRecipe, differing_recipe_of, is_kept, judge_differing
 from fuzz.recipe import Recipe, recipe_of
 from fuzz.sharded import judge_sharded, sharded_recipe_of
 from fuzz.verdict import CASES_IN_A_CALL, FAILED, OUTCOMES, Judge, Verdict, judge_all, judge_on, shrink
@@ -48,12 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-inductor", action="store_true", help=f"else one case in {ONE_IN_INDUCTOR} is inductor's")
     parser.add_argument("--sharded", action="store_true", help="sharded optimizers instead of random modules")
     parser.add_argument("--ranks-that-differ", action="store_true", help="two programs instead of one")
-    parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they are")
     options = parser.parse_args(arguments)
     first, cases = (options.first_seed, options.cases) if options.seed is None else (options.seed, 1)
     seeds = range(first, first + cases)
     if options.ranks_that_differ:
-        return run_differing(seeds, not options.no_shrink)
+        return run_differing(seeds)
     pool = RankPool(2)
 
     def judge(recipes: Sequence[Any]) -> list[Verdict]:
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for seed, recipe, verdict in zip(some, recipes, judge(recipes), strict=True):
                 counts[verdict.outcome] += 1
                 if verdict.outcome == FAILED:
-                    _report(seed, recipe, verdict, None if options.no_shrink else judge, bar)
+                    _report(seed, recipe, verdict, judge, bar)
             bar.update(len(some))
             if (start + len(some)) % CASES_IN_A_REPORT == 0 or some.stop == seeds.stop:
                 so_far = ", ".join(f"{outcome}: {counts[outcome]}" for outcome in OUTCOMES)
@@ -82,15 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if counts[FAILED] else 0
 
 
-def _report(seed: int, recipe: Any, verdict: Verdict, judge: Judge | None, bar: tqdm) -> None:
+def _report(seed: int, recipe: Any, verdict: Verdict, judge: Judge, bar: tqdm) -> None:
     bar.write(f"seed {seed}: {recipe}\n  {verdict.detail}")
-    if judge is not None:
-        recipe, verdict = shrink(recipe, judge)
-        bar.write(f"  smaller: {recipe}\n  {verdict.detail}")
+    recipe, verdict = shrink(recipe, judge)
+    bar.write(f"  smaller: {recipe}\n  {verdict.detail}")
     sys.stdout.flush()
 
 
-# Many cases of ranks that differ, on several pools at once, and the table of their verdicts.
+# Many cases of ranks that differ, on several pools at once.
 
 
 def judge_differing_on(pool: RankPool, recipes: Sequence[DifferingRecipe]) -> list[Verdict]:
@@ -103,13 +101,13 @@ def judge_differing_on(pool: RankPool, recipes: Sequence[DifferingRecipe]) -> li
     return verdicts
 
 
-def run_differing(seeds: Sequence[int], shrinks: bool) -> int:
-    """Judge the cases of these seeds, print those that break a promise of docs/divergence.md, and a table."""
+def run_differing(seeds: Sequence[int]) -> int:
+    """Judge the cases of these seeds; print those that break a promise of docs/divergence.md, and what happens."""
     pools: queue.SimpleQueue[RankPool] = queue.SimpleQueue()
     for _ in range(NUM_POOLS):
         pools.put(RankPool(2))
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    broken: list[tuple[int, DifferingRecipe, Verdict]] = []
+    broken: list[tuple[int, DifferingRecipe]] = []
 
     def judge(recipes: Sequence[DifferingRecipe]) -> list[Verdict]:
         pool = pools.get()
@@ -126,27 +124,18 @@ def run_differing(seeds: Sequence[int], shrinks: bool) -> int:
                 recipe = differing_recipe_of(seed)
                 counts[recipe.kind][verdict.outcome] += 1
                 if not is_kept(recipe, verdict):
-                    broken.append((seed, recipe, verdict))
+                    broken.append((seed, recipe))
                     bar.write(f"seed {seed}: {recipe}\n  {verdict.outcome}: {verdict.detail}")
             bar.update(len(chunk))
-    for seed, recipe, _ in broken if shrinks else []:
+    for seed, recipe in broken:
         smallest, verdict = shrink(recipe, judge, at_once=4, limit_s=60.0)
         print(f"seed {seed}, smaller: {smallest}\n  {verdict.outcome}: {verdict.detail}", flush=True)
     while not pools.empty():
         pools.get().close()
-    print(table_of(counts))
+    for kind, outcomes in counts.items():
+        print(f"{kind}: {', '.join(f'{outcome} {count}' for outcome, count in outcomes.items())}")
     print(f"{len(seeds)} cases, {len(broken)} of which break a promise")
     return 1 if broken else 0
-
-
-def table_of(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """The kinds with the same outcomes in one row, in Markdown."""
-    kinds: dict[tuple[str, ...], list[str]] = {}
-    for kind in filter(counts.__contains__, KINDS):
-        outcomes = tuple(each for each in DIFFERING_OUTCOMES if counts[kind][each])
-        kinds.setdefault(outcomes, []).append(f"{kind} ({'/'.join(str(counts[kind][each]) for each in outcomes)})")
-    rows = [f"| {' or '.join(outcomes)} | {', '.join(names)} |" for outcomes, names in kinds.items()]
-    return "\n".join(["| what happens | rank 1 alone differs in (cases) |", "|---|---|", *rows])
 
 
 if __name__ == "__main__":
