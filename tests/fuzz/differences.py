@@ -59,9 +59,7 @@ KINDS: dict[str, Kind] = {
     "evaluation mode": Kind(EXACT, models=("mlp", "norm")),
     "recompiles": Kind(EXACT),
     "warm caches": Kind(EXACT),
-    "caches dropped": Kind(EXACT),
     "gradients set to zero": Kind(EXACT),
-    "sleeps": Kind(EXACT),
     "forward raises, caught": Kind(EXACT, TABLE, models=("mlp",)),
     # With an accumulation before it, the other rank steps alone.
     "forward raises, step left out": Kind(WAITED, rf"same bits|{TABLE}", models=("mlp",), also=(NAMED,)),

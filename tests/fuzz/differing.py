@@ -142,17 +142,8 @@ class Program:
                 self.model(torch.ones(2, WIDTH + 1))
         elif here == "collective in between" and self.group is not None:
             dist.all_reduce(torch.ones(3), group=self.group)
-        else:
-            self._disturb(here)
-
-    def _disturb(self, here: str) -> None:
-        """Do what sends nothing."""
-        if here == "gradients set to zero":
+        elif here == "gradients set to zero":
             self.optimizer.zero_grad(set_to_none=False)
-        elif here == "caches dropped":
-            torch._dynamo.reset()
-        elif here == "sleeps":
-            time.sleep(1.0)
 
     def _train(self, step: int, here: str) -> Iterator[str]:
         if here == "evaluation mode":
