@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from beside import flat_of, is_same_everywhere, seeded
+from beside import flat_of, gathered, is_same_everywhere, seeded
 from in_ci import only
-from models import Mlp, loss_of
-from oracle import WIDTH, batch, in_a_child, late_rank, make, plain, said_by
+from models import Mlp, Scaled, loss_of
+from oracle import WIDTH, assert_trains_alike, batch, in_a_child, late_rank, make, plain, said_by
 from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from ddp_compile import ReductionError
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
@@ -32,7 +31,6 @@ READERS: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "state_dict": lambda model, held: torch.cat([v.flatten() for v in model.state_dict().values()]),
     "pickle": lambda model, held: flat_of(pickle.loads(pickle.dumps(model))),
     "copy": lambda model, held: torch.cat([p.detach().flatten() for p in copy.deepcopy(model).parameters()]),
-    "average": lambda model, held: torch.cat([p.detach().flatten() for p in averaged(model).parameters()]),
     "submodule": lambda model, held: model.layers[0](torch.ones(1, WIDTH)).detach(),
     "function": lambda model, held: F.linear(torch.ones(1, WIDTH), held[0]).detach(),
     "jvp": lambda model, held: torch.func.jvp(lambda p: p * 2, (held[0],), (torch.ones_like(held[0]),))[0].detach(),
@@ -60,12 +58,6 @@ UNSEEN: dict[str, Callable[[Any, list[Any]], Tensor]] = {
 def loaded(model: nn.Module) -> Tensor:
     model.load_state_dict(seeded(lambda: Mlp(WIDTH, 4)).state_dict())
     return flat_of(model)
-
-
-def averaged(model: nn.Module) -> nn.Module:
-    average = AveragedModel(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), avg_fn=lambda a, p, n: p.clone())
-    average.update_parameters(model.layers)
-    return average
 
 
 def functionally(named: dict[str, Tensor], prefix: str = "") -> Tensor:
@@ -107,11 +99,6 @@ def test_reads_after_a_step_are_complete(way: str) -> None:
     assert stale == []
 
 
-@on_ranks(1)
-def test_await_parameters_without_shards() -> None:
-    make(sharded=False)[0].await_parameters()
-
-
 class Broken(Mlp):
     """Python code that reads a parameter between two graphs, and before any."""
 
@@ -130,29 +117,27 @@ class Broken(Mlp):
         self.seen.append(float(sum(layer.weight.detach().abs().sum() for layer in self.layers)))
 
 
-def trained_in_parts(sharded: bool, way: str) -> list[Tensor]:
-    torch.manual_seed(2)
-    module = Broken() if way == "graph breaks" else None
-    model, optimizer = make(module=module, sharded=sharded, split="forward")
-    for step in range(4):
-        x = batch(step)
-        if way == "many shapes":  # beyond the limit of recompilations, where Dynamo runs the module eagerly
-            x = x[: step + 1]
-        stance = "force_eager" if way == "told to be eager" and step > 1 else "default"
-        with torch.compiler.set_stance(stance):
-            loss_of(model(x)).backward()
-        with late_rank():
-            optimizer.step()
-        optimizer.zero_grad()
-    seen = [torch.tensor(module.seen)] if isinstance(module, Broken) else []
-    return [*(p.detach().clone() for p in model.parameters()), *seen]
-
-
 @pytest.mark.parametrize("way", ["graph breaks", "many shapes", "told to be eager"])
 @on_ranks(2)
 def test_eager_code_sees_complete_parameters(way: str) -> None:
+    seen = []
+
+    def train(model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            x = batch(step)
+            if way == "many shapes":  # beyond the limit of recompilations, where Dynamo runs the module eagerly
+                x = x[: step + 1]
+            stance = "force_eager" if way == "told to be eager" and step > 1 else "default"
+            with torch.compiler.set_stance(stance):
+                loss_of(model(x)).backward()
+            with late_rank():
+                optimizer.step()
+            optimizer.zero_grad()
+        seen.append(getattr(model, "seen", []))
+
     with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
-        assert all(map(torch.equal, trained_in_parts(True, way), trained_in_parts(False, way)))
+        assert_trains_alike(train, Broken if way == "graph breaks" else None, split="forward")
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize(
@@ -235,18 +220,10 @@ def test_compiled_code_reads_complete_parameters(way: str) -> None:
     assert num_graphs <= 1 or way == "within"  # nothing is traced again for a parameter's other class
 
 
-class Shifted(Mlp):
-    """With a buffer, that is broadcast before a forward."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 3)
-        self.register_buffer("shift", torch.ones(WIDTH))
-
-
 @on_ranks(2)
 def test_reads_after_an_early_failure() -> None:
-    """Of a forward that fails before it has read any parameter."""
-    model, optimizer = make(module=Shifted(), backend="aot_eager")
+    """Of a forward that fails before it has read any parameter: when its buffer is to be broadcast."""
+    model, optimizer = make(module=Scaled(WIDTH, 3), backend="aot_eager")
     for step in range(2):
         plain(model, optimizer, step)
     loss_of(model(batch(2))).backward()
@@ -303,9 +280,9 @@ def test_reads_in_a_forked_child_are_refused() -> None:
 # What it keeps, and in which precision.
 
 
-@torch.compiler.set_stance("force_eager")
-def bytes_of_states() -> tuple[int, int, int]:
-    """Of this rank, of one that is not sharded, and padding."""
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(eagerly=True)
+def test_states_are_divided_by_the_ranks(world_size: int) -> None:
     model, optimizer = make()
     other, other_optimizer = make(sharded=False)
     for each in ((model, optimizer), (other, other_optimizer)):
@@ -313,20 +290,10 @@ def bytes_of_states() -> tuple[int, int, int]:
     shards, element = model.comm_algorithm.sharding.buckets, 4
     # Operators take the same elements in vectors, and the same ones one by one, in a piece and in the whole.
     assert all(piece.begin * element % PADDED_ALIGNMENT_BYTES == 0 for bucket in shards for piece in bucket.pieces)
-    padding = sum(b.cut.shard_numel * dist.get_world_size() * element for b in shards) - 4 * sum(
-        p.numel() for p in model.parameters()
-    )
-    counts = [
+    padding = element * (sum(b.cut.shard_numel * world_size for b in shards) - flat_of(model).numel())
+    own, whole = (
         sum(v.nbytes for s in each.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim())
         for each in (optimizer, other_optimizer)
-    ]
-    return counts[0], counts[1], padding
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_states_are_divided_by_the_ranks(ranks: Ranks, world_size: int) -> None:
-    found = ranks(world_size).run(bytes_of_states)
-    whole, padding = found[0][1], found[0][2]
-    assert sum(own for own, _, _ in found) == whole
-    for own, _, _ in found:
-        assert own <= (whole + 2 * padding) / world_size
+    )
+    assert sum(gathered(own)) == whole
+    assert own <= (whole + 2 * padding) / world_size

@@ -66,27 +66,16 @@ def state_of(model: Any, optimizer: Any, sharded: bool) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": of_optimizer}
 
 
-def bytes_of_parts(state: Any) -> int:
-    return sum(
-        box.nbytes
-        for values in state["state"].values()
-        for value in values.values()
-        if isinstance(value, PartOfTensor)
-        for box in value._boxes.values()
-    )
-
-
 @torch.compiler.set_stance("force_eager")
-def save(path: str, sharded: bool, kind: str = "adamw") -> tuple[Any, int]:
+def save(path: str, sharded: bool, kind: str = "adamw") -> Any:
     model, optimizer = make_with_empty(kind, sharded)
     if sharded:
         with pytest.raises(ReplicationError, match="has no pieces: it is not sharded, or no backward"):
             sharded_optimizer_state_dict(optimizer)
     train(model, optimizer, 0, 3)
-    state = state_of(model, optimizer, sharded)
-    dcp.save(state, checkpoint_id=path)
+    dcp.save(state_of(model, optimizer, sharded), checkpoint_id=path)
     train(model, optimizer, 3, 6)
-    return (flat_of(model), optimizer.state_dict()), bytes_of_parts(state["optimizer"])
+    return flat_of(model), optimizer.state_dict()
 
 
 @torch.compiler.set_stance("force_eager")
@@ -107,9 +96,7 @@ def load(path: str, sharded: bool) -> Any:
 def test_checkpoints_are_those_without_shards(ranks: Ranks, tmp_path: Path) -> None:
     paths = {sharded: str(tmp_path / str(sharded)) for sharded in (True, False)}
     saved = {sharded: ranks(2).run(save, path, sharded) for sharded, path in paths.items()}
-    (through, own_bytes), (_, other_bytes) = saved[True]
-    num_elements = 4 * (WIDTH * WIDTH + WIDTH)
-    assert own_bytes + other_bytes == 2 * 4 * num_elements  # each element of both moments once
+    through = saved[True][0]
     for loaded in (True, False):
         for sharded in (True, False):
             for found in ranks(2).run(load, paths[loaded], sharded):
@@ -141,7 +128,7 @@ def load_into_new_run(path: str, kind: str, sharded: bool) -> Any:
 def test_new_run_loads_a_checkpoint_by_names(ranks: Ranks, tmp_path: Path) -> None:
     for kind in ("adamw", "sgd, nesterov"):
         path = str(tmp_path / kind)
-        through = ranks(2).run(save, path, True, kind)[0][0]
+        through = ranks(2).run(save, path, True, kind)[0]
         for num_ranks in (2, 3):
             ours, theirs = (ranks(num_ranks).run(load_into_new_run, path, kind, sharded) for sharded in (True, False))
             for (end, loaded), (their_end, their_loaded) in zip(ours, theirs, strict=True):
