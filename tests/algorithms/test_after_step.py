@@ -1,4 +1,4 @@
-"""`CommAlgorithm.after_step`: an algorithm that writes its calls down, and one whose rank skips a step."""
+"""`CommAlgorithm.after_step`: when it is called, by an algorithm that writes its calls down."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from averages import batch, make_model, train_step
-from beside import flat_of, is_same_everywhere
+from averages import batch, make_model
+from beside import flat_of
 from halves import Built
 from models import loss_of
-from rank_pool import on_ranks
 
 from ddp_compile import ReductionError
 from ddp_compile.algorithms import CommAlgorithm, Traits
-from parameter_algorithm import SlowMomentum
 
 
 class Written(CommAlgorithm):
@@ -126,18 +123,3 @@ def test_micro_batches_see_the_same_parameters(single_rank_group: None) -> None:
         num_calls.append(len(calls))
     assert num_calls == [0, 1, 1, 1, 2, 3]
     assert calls == [["SGD"], [], ["SGD"]]
-
-
-@on_ranks(2, eagerly=True)
-def test_rank_that_skips_alone() -> None:
-    """It accumulates in `no_sync` next, and the other one waits in its step."""
-    model, optimizer = make_model(SlowMomentum(interval=1))
-    for step in range(4):
-        train_step(model, optimizer, 2)  # of two micro-batches
-        if step == 1 and dist.get_rank() == 0:
-            loss_of(model(batch(0, step, 0)) * float("nan")).backward()
-            optimizer.zero_grad()
-        elif step == 1:
-            loss_of(model(batch(0, step, 0))).backward()
-            optimizer.step()
-    assert is_same_everywhere(flat_of(model)) and flat_of(model).isfinite().all()

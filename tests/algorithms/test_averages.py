@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -107,19 +107,21 @@ def local_sgd(simulation: Simulation, config: LocalSGD) -> Iterator[None]:
         yield
 
 
-class Case(NamedTuple):
-    config: AlgorithmConfig
-    simulate: Callable[..., Iterator[None]]
-
-
-CASES = {
-    "all": Case(Decentralized(), decentralized),
-    "all in intervals": Case(Decentralized(communication_interval=3), decentralized),
-    "shift_one": Case(Decentralized(peer_selection="shift_one"), decentralized),
-    "shift_one in intervals": Case(Decentralized(peer_selection="shift_one", communication_interval=2), decentralized),
-    "low precision": Case(LowPrecisionDecentralized(), low_precision),
-    "low precision in intervals": Case(LowPrecisionDecentralized(communication_interval=3), low_precision),
-    "local SGD": Case(LocalSGD(period=2, warmup_steps=3), local_sgd),
+SIMULATIONS: dict[Any, Callable[..., Iterator[None]]] = {
+    Decentralized: decentralized,
+    LowPrecisionDecentralized: low_precision,
+    LocalSGD: local_sgd,
+}
+PAIRS = Decentralized(peer_selection="shift_one", communication_interval=2)
+RING = LowPrecisionDecentralized(communication_interval=2)
+CASES: dict[str, AlgorithmConfig] = {
+    "all": Decentralized(),
+    "all in intervals": Decentralized(communication_interval=3),
+    "shift_one": Decentralized(peer_selection="shift_one"),
+    "shift_one in intervals": PAIRS,
+    "low precision": LowPrecisionDecentralized(),
+    "low precision in intervals": LowPrecisionDecentralized(communication_interval=3),
+    "local SGD": LocalSGD(period=2, warmup_steps=3),
 }
 
 
@@ -141,15 +143,14 @@ IN_CI = [("shift_one in intervals", 4), ("low precision in intervals", 4), ("loc
 @pytest.mark.parametrize(("name", "world_size"), only(IN_CI, EVERYWHERE))
 @on_ranks()
 def test_steps_match_simulation(name: str, world_size: int) -> None:
-    config, simulate = CASES[name]
-    rank = dist.get_rank()
+    config, rank = CASES[name], dist.get_rank()
     with pytest.MonkeyPatch.context() as monkeypatch:  # several blocks, and several segments, of 1224 elements
         monkeypatch.setattr(ring, "CHUNK_NUMEL", 100)
         monkeypatch.setattr(ring, "BLOCK_NUMEL", 200)
         monkeypatch.setattr(ring, "SEGMENT_NUMEL", 400)
         model, optimizer = make_model(config)
         simulation = Simulation(copy.deepcopy(model), world_size)
-        for step, _ in enumerate(simulate(simulation, config)):
+        for step, _ in enumerate(SIMULATIONS[type(config)](simulation, config)):
             train_step(model, optimizer, step)
             with torch.no_grad():
                 model(batch(rank, step, 0))  # an evaluation moves nothing
@@ -161,13 +162,11 @@ def test_steps_match_simulation(name: str, world_size: int) -> None:
 
 # The ring's messages are under way while the ranks train on, and no rank is left waiting for them.
 
-ONE_BY_ONE = LowPrecisionDecentralized()
-
 
 @on_ranks(2, eagerly=True)
 def test_ring_step_does_not_wait() -> None:
     """Rank 1 begins its step after rank 0 has told it that its own is done, and its next forward and backward too."""
-    model, optimizer = make_model(ONE_BY_ONE, broadcast_buffers=False)
+    model, optimizer = make_model(LowPrecisionDecentralized(), broadcast_buffers=False)
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     loss_of(model(batch(rank, 0, 0))).backward()
     if rank == 1:
@@ -183,20 +182,8 @@ def test_ring_step_does_not_wait() -> None:
 
 
 @on_ranks(2, eagerly=True)
-def test_detach_receives_what_is_under_way() -> None:
-    """Parameters become their mean over the ranks although messages are under way."""
-    model, optimizer = make_model(ONE_BY_ONE)
-    for step in range(3):
-        train_step(model, optimizer, step)
-    first, second = of_all_ranks(flat_of(model))
-    model.unwrap()
-    assert not torch.equal(first, second) and is_same_everywhere(flat_of(model))
-    assert (flat_of(model) - (first + second) / 2).abs().max() < 1e-6
-
-
-@on_ranks(2, eagerly=True)
 def test_loaded_parameters_are_not_rounded() -> None:
-    model, _ = make_model(ONE_BY_ONE)
+    model, _ = make_model(LowPrecisionDecentralized())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     train_step(model, optimizer, 0)
     torch.manual_seed(1)
@@ -231,19 +218,15 @@ def test_blocks_follow_the_flat_buffers() -> None:
     changed = parameters.new()
     parameters.read(changed)
     assert all(torch.equal(after, before + 1) for after, before in zip(changed, flats, strict=True))
+    with_gaps = torch.randn(4, 6)[:, ::2]
+    assert FlatParameters([*tensors, with_gaps]).blocks(8) is None
 
 
-def test_parameters_with_gaps_have_no_blocks() -> None:
-    assert FlatParameters([torch.randn(4), torch.randn(4, 6)[:, ::2]]).blocks(8) is None
-
-
-PAIRS = Decentralized(peer_selection="shift_one", communication_interval=2)
-RING = LowPrecisionDecentralized(communication_interval=2)
 ALGORITHMS: dict[str, AlgorithmConfig] = {
     "all": Decentralized(communication_interval=2),
     "shift_one": PAIRS,
     "low precision": RING,
-    "local SGD": LocalSGD(period=2, warmup_steps=3),
+    "local SGD": CASES["local SGD"],
     "DiLoCo": DiLoCo(sync_every=4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.5),
 }
 

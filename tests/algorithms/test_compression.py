@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from averages import on_nodes
-from beside import is_same_everywhere, of_all_ranks, own_batch, pair, seeded
+from beside import is_same_everywhere, of_all_ranks, own_batch, seeded
 from compression import byte_grad_of
 from in_ci import only
-from models import Mlp, largest, loss_of, relative_difference
+from models import Mlp, loss_of, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 
-from ddp_compile import RanksDifferError, ReplicationError, ddp_compile, torch_internals
+from ddp_compile import ReplicationError, ddp_compile, torch_internals
 from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, GradientAllReduce
 
 HALF = GradientAllReduce(wire_dtype=torch.float16)
@@ -106,22 +106,6 @@ def test_wire_dtype_keeps_its_digits(algorithm: GradientAllReduce, digits: float
             assert is_same_everywhere(reduced)
 
 
-@pytest.mark.parametrize("divide_by_initial_world_size", only([False], [False, True]))
-@pytest.mark.parametrize("algorithm", only([ByteGrad()], ALGORITHMS), ids=repr)
-@on_ranks(2)
-def test_join(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool) -> None:
-    """Rank 1 has more batches than rank 0."""
-    models = pair(lambda: Mlp(33, 4), algorithm=algorithm, bucket_cap_mb=0.003)
-    seen: list[list[Tensor]] = [[], []]
-    for each, gradients in zip(models, seen, strict=True):
-        with each.join(divide_by_initial_world_size=divide_by_initial_world_size):
-            for step in range(2 + 3 * dist.get_rank()):
-                each.zero_grad()
-                loss_of(each(own_batch(step, 33, 6))).backward()
-                gradients += [p.grad.clone() for p in each.parameters()]
-    assert largest(map(relative_difference, *seen)) < 0.05
-
-
 @pytest.mark.parametrize("value", only([float("-inf")], [float("inf"), float("-inf")]))
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 @on_ranks(2, eagerly=True)
@@ -137,13 +121,6 @@ def test_non_finite_gradients_on_every_rank(algorithm: AlgorithmConfig, value: f
     scaler.step(optimizer)
     scaler.update()
     assert (bool(model.weight.grad[:, 0].isfinite().any()), scaler.get_scale()) == (False, 4.0)
-
-
-@on_ranks(2)
-def test_float64_is_refused() -> None:
-    said = f"rank {dist.get_rank()}: the ByteGrad all-reduce takes gradients of float32, bfloat16, float16, and refuses"
-    with pytest.raises(ReplicationError, match=rf"{said} weight, bias \(float64\)."):
-        ddp_compile(nn.Linear(2, 2).double(), algorithm=ByteGrad())
 
 
 @on_ranks(4, eagerly=True)
@@ -215,12 +192,6 @@ def test_byte_grad_compresses_sums_of_nodes() -> None:
     assert torch.equal(flat_gradients(model, bucket), expected)
 
 
-@on_ranks(2)
-def test_ranks_have_to_agree_on_hierarchical() -> None:
-    with on_nodes(2), pytest.raises(RanksDifferError, match="hierarchical gradient all-reduce"):
-        ddp_compile(nn.Linear(2, 2), algorithm=GradientAllReduce(hierarchical=dist.get_rank() == 0))
-
-
 # Sums at the owner: the bits of one process that adds up in the order of ranks.
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -284,6 +255,9 @@ def test_bits_of_every_plan(world_size: int, algorithm: GradientAllReduce, dtype
 
 @on_ranks(2)
 def test_refused_models() -> None:
+    said = f"rank {dist.get_rank()}: the ByteGrad all-reduce takes gradients of float32, bfloat16, float16, and refuses"
+    with pytest.raises(ReplicationError, match=rf"{said} weight, bias \(float64\)."):
+        ddp_compile(nn.Linear(2, 2).double(), algorithm=ByteGrad())
     said = f"rank {dist.get_rank()}: the gradient all-reduce with sums at the owner takes"
     with pytest.raises(ReplicationError, match=rf"{said}.*refuses weight, bias \(complex64\)"):
         ddp_compile(nn.Linear(2, 2).to(torch.complex64), algorithm=REPRODUCIBLE)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from averages import batch, make_model, micro_steps_of, train_step
+from averages import Simulation, make_model, train_step
 from beside import flat_of, is_same_everywhere, of_all_ranks, own_batch, seeded
 from in_ci import only
 from models import Mlp, loss_of
@@ -109,25 +109,22 @@ def test_resumes_from_its_state() -> None:
 def test_slow_momentum_matches_one_process(world_size: int) -> None:
     settings = SlowMomentum(interval=3, momentum=0.7)
     model, optimizer = make_model(settings)
-    by_hand = Mlp(17, 4)
-    by_hand.load_state_dict(model.state_dict())
-    plain = torch.optim.AdamW(by_hand.parameters(), lr=0.01)
-    x, slow = flat_of(by_hand), torch.zeros(flat_of(by_hand).numel())
+    simulation = Simulation(copy.deepcopy(model), world_size)
+    x, slow = flat_of(model), torch.zeros(flat_of(model).numel())
     states: Any = None
     for step in range(7):
         if step == 5:
             states = copy.deepcopy([part.state_dict() for part in (model, optimizer, model.comm_algorithm)])
         train_step(model, optimizer, step)
-        plain.zero_grad()
-        for micro_step in range(micro_steps_of(step)):
-            loss_of(by_hand(batch(dist.get_rank(), step, micro_step))).backward()
-        plain.step()
+        simulation.compute_gradients(step)
+        simulation.step()
         if step % 3 == 0:
-            slow = 0.7 * slow + (x - of_all_ranks(flat_of(by_hand)).mean(0))
+            slow = 0.7 * slow + (x - torch.stack(simulation.flats()).mean(0))
             x = x - slow
-            torch.nn.utils.vector_to_parameters(x.clone(), by_hand.parameters())
+            for rank in range(world_size):
+                simulation.set(rank, x)
             assert is_same_everywhere(flat_of(model))
-        assert (flat_of(model) - flat_of(by_hand)).abs().max() < 1e-5, step
+        assert (flat_of(model) - simulation.flats()[dist.get_rank()]).abs().max() < 1e-5, step
     again, optimizer = make_model(settings)
     for part, state in zip((again, optimizer, again.comm_algorithm), states, strict=True):
         part.load_state_dict(state)

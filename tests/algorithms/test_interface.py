@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from averages import on_nodes
 from beside import beside_plain, difference_to_mean, own_batch, train_beside
 from halves import Built, Halves, HalvesConfig
 from in_ci import only
@@ -193,9 +194,13 @@ def test_ranks_wait_at_different_times() -> None:
 
 @on_ranks(2)
 def test_ranks_have_to_agree() -> None:
-    said = "algorithm=gradient all-reduce on rank 0 is algorithm=reduce-scatter and all-gather"
-    with pytest.raises(RanksDifferError, match=said):
-        ddp_compile(nn.Linear(2, 2), algorithm=HalvesConfig() if dist.get_rank() else GradientAllReduce())
+    for other, name in (
+        (HalvesConfig(), "reduce-scatter and all-gather"),
+        (GradientAllReduce(hierarchical=True), "hierarchical gradient all-reduce"),
+    ):
+        said = f"algorithm=gradient all-reduce on rank 0 is algorithm={name}"
+        with on_nodes(2), pytest.raises(RanksDifferError, match=said):
+            ddp_compile(nn.Linear(2, 2), algorithm=other if dist.get_rank() else GradientAllReduce())
 
 
 # Algorithms that send a bucket by several collectives: in one order on all ranks, and errors that name them.
@@ -269,38 +274,6 @@ def test_two_modules_in_one_backward(width: int) -> None:
             losses = first(x).square().sum() + second(y).square().sum()
             (losses + (first.penalised.square().sum() if penalty is None else penalty)).backward()
         assert largest(map(difference_to_mean, models, plain)) < 0.05
-
-
-class SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient / dist.get_world_size()
-
-
-class WithCollective(TwoHeads):
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return SumOverRanks.apply(self.layers[0](x)), self.layers[1](x)
-
-
-@on_ranks(2)
-def test_collectives_in_backward() -> None:
-    """One backward for both outputs, or one for each; that of the first output has an all-reduce of its own."""
-    settings = {"algorithm": ByteGrad(), "backend": "eager", "split": "none", "bucket_cap_mb": 1e-4}
-    models = beside_plain(lambda: WithCollective(8, 2), **settings)
-
-    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
-        losses = [output.square().sum() for output in model(x)]
-        for loss in losses[::-1] if step >= 2 and model is models[0] else [sum(losses)]:
-            loss.backward()
-
-    assert largest(train_beside(models, step_of, 4, width=8)) < 0.05
 
 
 def leave_in_the_middle() -> None:
