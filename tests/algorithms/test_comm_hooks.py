@@ -51,6 +51,7 @@ HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "power": power_sgd,
     "post local": post_local_sgd,
     "other tensor": lambda: (None, other_tensor),
+    "builtin allreduce": lambda: (None, dist.BuiltinCommHookType.ALLREDUCE),
     "builtin fp16": lambda: (None, dist.BuiltinCommHookType.FP16_COMPRESS),
 }
 
@@ -78,7 +79,7 @@ def train(models: tuple[Any, Any], num_steps: int = NUM_STEPS) -> float:
 CASES: list[tuple[int, str, str, dict[str, bool], float]] = [
     *((2, name, name, {}, 0.0) for name in ("power", "other tensor", "post local")),
     (2, "other tensor", "other tensor", {"gradient_as_bucket_view": False}, 0.0),  # results are copied back
-    (3, "allreduce", "allreduce", {}, 1e-6),
+    (3, "builtin allreduce", "allreduce", {}, 1e-6),
     (2, "builtin fp16", "fp16", {}, 0.0),
 ]
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from beside import gathered
 from fuzz.differences import (
-    CAUGHT,
     EXACT,
     HANG,
     KINDS,
@@ -107,8 +106,6 @@ class Program:
     def run(self) -> Iterator[str]:
         for step, entry in enumerate(self.recipe.program):
             here = self.recipe.kind if self.rank == 1 and step == self.recipe.differs_at else ""
-            if here == "fewer batches":
-                return
             if entry == "evaluate":
                 self._evaluate(step)
             if entry == "accumulate":
@@ -119,7 +116,7 @@ class Program:
         self._before(step, here)
         if here == "step inside no_sync":
             self._accumulate(step, 0)
-        elif here not in ("forward raises, step left out", "step left out"):
+        elif here != "step left out":
             yield from self._train(step, here)
         if here != "optimizer step left out":
             self.optimizer.step()
@@ -137,13 +134,11 @@ class Program:
                 self.model(batch(self.rank, step, 7))
         elif here == "forward without backward":
             self.model(batch(self.rank, step, 7))
-        elif here in CAUGHT:
+        elif here == "forward raises, caught":
             with contextlib.suppress(RuntimeError):
                 self.model(torch.ones(2, WIDTH + 1))
         elif here == "collective in between" and self.group is not None:
             dist.all_reduce(torch.ones(3), group=self.group)
-        elif here == "gradients set to zero":
-            self.optimizer.zero_grad(set_to_none=False)
 
     def _train(self, step: int, here: str) -> Iterator[str]:
         if here == "evaluation mode":
@@ -155,11 +150,6 @@ class Program:
             yield "forward"
             loss = loss + loss_of(self.model(batch(self.rank, step, 1)))
         if here == "backward left out":
-            return
-        if here == "backward raises, caught":
-            loss = loss * Raises.apply(loss)
-            with contextlib.suppress(ValueError):
-                loss.backward()
             return
         loss.backward(retain_graph=here == "backward twice")
         yield "reduced"
@@ -180,18 +170,6 @@ class Program:
 
     def _no_sync(self) -> Any:
         return contextlib.nullcontext() if self.group is None else self.model.no_sync()
-
-
-class Raises(torch.autograd.Function):
-    """One, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.ones_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ValueError("bad gradient")
 
 
 def gradients_of(module: nn.Module) -> list[Tensor | None]:
