@@ -31,7 +31,7 @@ def load(num_devices: int = 2) -> Any:
     Returns:
         The extension module. ``counts()`` has numbers of host waits, poisoned blocks and calls of record_stream;
         ``set_pauses(longest_us, one_of)`` lets streams pause before one of so many tasks, by default 500 us at most
-        before every eighth; ``occupy(stream, milliseconds)`` keeps a stream busy.
+        before every eighth.
     """
     folder = str(compiled_device.folder())
     if folder not in sys.path:

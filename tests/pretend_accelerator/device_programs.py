@@ -86,16 +86,16 @@ def train(
     optimizer: Callable[[Any], Any] = sgd,
     is_sharded: bool = False,
     num_local: int = 0,
-    prepare: Callable[[Any], object] = lambda model: None,
+    prepare: Callable[[Any, Any], object] = lambda model, optimizers: None,
     before_step: Callable[[Any], object] = lambda model: None,
     **settings: Any,
 ) -> Parameters:
     """An ordinary loop; ``num_local`` backwards in ``no_sync`` come before the one that is averaged."""
     model = where.replicate(seeded(make, where), **settings)
+    optimizers = optimizer(model.parameters())
     if not where.is_alone:
-        prepare(model)
-    optimizers = sharded(optimizer(model.parameters()), model, where, is_sharded)
-    step_all(where, model, optimizers, num_local, before_step)
+        prepare(model, optimizers)
+    step_all(where, model, sharded(optimizers, model, where, is_sharded), num_local, before_step)
     return values(model)
 
 
@@ -119,14 +119,9 @@ def step_all(
         after_step()
 
 
-def with_states_compared(where: Where) -> Parameters:
+def compare_states(model: Any, optimizer: Any) -> None:
     """AdamW counts its steps in tensors on the CPU."""
-    model = where.replicate(seeded(blocks, where))
-    optimizer = adam(model.parameters())
-    if not where.is_alone:
-        model.check_replicas_of(optimizer, buffers=True)
-    step_all(where, model, optimizer)
-    return values(model)
+    model.check_replicas_of(optimizer, buffers=True)
 
 
 def normalized(where: Where, is_sharded: bool = False, **settings: Any) -> Parameters:
@@ -152,7 +147,7 @@ def normalized(where: Where, is_sharded: bool = False, **settings: Any) -> Param
 
 
 def with_hook(where: Where, hook: Any, state: Callable[[], Any] = lambda: dist.group.WORLD) -> Parameters:
-    return train(where, prepare=lambda model: model.register_comm_hook(state(), hook))
+    return train(where, prepare=lambda model, _: model.register_comm_hook(state(), hook))
 
 
 def power_sgd_state() -> Any:
@@ -326,7 +321,7 @@ PROGRAMS = {
     "lazy buckets": averaging(lazy_bucket_allocation=True),
     "accumulation": averaging(num_local=2),
     "clipped": averaging(before_step=clip),
-    "states compared": Program(with_states_compared),
+    "states compared": averaging(optimizer=adam, prepare=compare_states),
     "normalized": Program(partial(normalized, **BACKWARD)),
     "normalized, sharded": Program(partial(normalized, is_sharded=True)),
     "grad scaler": Program(with_grad_scaler, tolerance=1e-3),

@@ -1,23 +1,22 @@
 """Training programs, one for each way in which ranks communicate; see `stage`."""
 
 import itertools
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from averages import on_nodes
 from fake_manager import FakeManager
 from models import TanhLayer
-from stage import Blocking, Program, Roles, Stage, plain_batches
+from stage import WIDTH, Blocking, Program, Roles, Stage
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import (
-    AlgorithmConfig,
     AsyncModelAverage,
     ByteGrad,
     Decentralized,
@@ -29,7 +28,6 @@ from ddp_compile.algorithms import (
 from ddp_compile.integrations.torchft import ManagedAllReduce
 from ddp_compile.optim import QAdam
 
-WIDTH = 9
 CAP_MB = 0.0003  # a layer each
 
 
@@ -85,35 +83,21 @@ def train(
     make: Callable[[], nn.Module] = Layers,
     times: int = 3,
     prepare: Callable[[Any], object] = lambda model: None,
+    nodes: tuple[int, ...] = (),
     **settings: Any,
 ) -> None:
-    model = replicated(stage, make(), **settings)
-    prepare(model)
-    stage.train(model, adam(model), plain_batches(4, WIDTH), times)
-    stage.end(model)
+    """An ordinary loop; if ``nodes`` are given, on nodes with so many ranks each."""
+    with on_nodes(*nodes) if nodes else nullcontext():
+        model = replicated(stage, make(), **settings)
+        prepare(model)
+        stage.train(model, adam(model), times)
 
 
 def managed_replicas(stage: Stage) -> None:
     """Both groups have the same ranks, which makes no difference to streams."""
     manager = FakeManager()
     manager.start_quorum(dist.new_group())
-    with_algorithm(stage, ManagedAllReduce(manager))
-
-
-def with_algorithm(stage: Stage, algorithm: AlgorithmConfig, node_of_two: bool | None = None, **settings: Any) -> None:
-    with local_ranks(node_of_two):
-        train(stage, algorithm=algorithm, **settings)
-
-
-@contextmanager
-def local_ranks(node_of_two: bool | None) -> Iterator[None]:
-    """Both ranks on one node, or each on its own."""
-    if node_of_two is not None:
-        os.environ["LOCAL_RANK"] = str(dist.get_rank()) if node_of_two else "0"
-    try:
-        yield
-    finally:
-        os.environ.pop("LOCAL_RANK", None)
+    train(stage, algorithm=ManagedAllReduce(manager))
 
 
 def with_comm_hook(stage: Stage, name: str) -> None:
@@ -150,16 +134,13 @@ def accumulating(stage: Stage, **settings: Any) -> None:
 
 
 def accumulate(stage: Stage, model: Any, call: Callable[[Tensor], Tensor], num_steps: int, set_to_none: bool) -> None:
-    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    optimizer = adam(model)
     for roles in stage.steps(num_steps):
-        with stage.on(roles.caller):
-            optimizer.zero_grad(set_to_none)
-            for synchronizes in (False, True):
-                with nullcontext() if synchronizes else model.no_sync():
-                    stage.backward(stage.forward(call, batch(), roles), roles)
-            optimizer.step()
-            stage.use_memory()
-    stage.end(model)
+        optimizer.zero_grad(set_to_none)
+        for synchronizes in (False, True):
+            with nullcontext() if synchronizes else model.no_sync():
+                stage.backward(stage.forward(call, stage.batch(), roles), roles)
+        optimizer.step()
 
 
 def normalized(stage: Stage, of_shards: bool = False, reads_early: bool = False, **settings: Any) -> None:
@@ -172,22 +153,18 @@ def normalized(stage: Stage, of_shards: bool = False, reads_early: bool = False,
 
     # No bucket has gradients of two streams.
     model = replicated(stage, nn.Sequential(TanhLayer(WIDTH), TanhLayer(WIDTH)), **settings)
-    optimizer, batch = adam(model), plain_batches(4, WIDTH)
-    optimizer = shard_optimizer(optimizer, model) if of_shards else optimizer
+    optimizer = shard_optimizer(adam(model), model) if of_shards else adam(model)
     for number, roles in enumerate(stage.steps(3)):
-        with stage.on(roles.caller):
-            optimizer.zero_grad()
-            for is_last in (False, True):
-                with nullcontext() if is_last else model.no_sync():
-                    loss = stage.forward(model, batch(), roles)
-                    model.normalize_by(torch.full((), 4.0), loss=loss)
-                    if reads_early and is_last and number:  # the first step is counted in its backward
-                        read_mean_loss()
-                    stage.backward(loss, roles)
-            read_mean_loss()
-            optimizer.step()
-            stage.use_memory()
-    stage.end(model)
+        optimizer.zero_grad()
+        for is_last in (False, True):
+            with nullcontext() if is_last else model.no_sync():
+                loss = stage.forward(model, stage.batch(), roles)
+                model.normalize_by(torch.full((), 4.0), loss=loss)
+                if reads_early and is_last and number:  # the first step is counted in its backward
+                    read_mean_loss()
+                stage.backward(loss, roles)
+        read_mean_loss()
+        optimizer.step()
 
 
 def clipped(stage: Stage) -> None:
@@ -200,143 +177,118 @@ def clipped(stage: Stage) -> None:
             model.clip_grad_norm_(0.01)
         stage.wait_for("other")
 
-    stage.train(model, adam(model), plain_batches(4, WIDTH), times=3, before_step=clip)
-    stage.end(model)
+    stage.train(model, adam(model), times=3, before_step=clip)
 
 
-def late_gradients(stage: Stage) -> None:
-    """From some step on a parameter gets a second gradient after its bucket was launched, which is sent again."""
+def late_gradients(stage: Stage, accumulates: bool = False) -> None:
+    """From some step on a parameter gets a second gradient after its bucket was launched, which is sent again.
+
+    If gradients are accumulated, in the bucket between the graphs of a forward and a backward.
+    """
     model, numbers = replicated(stage), itertools.count()
+    late, begins = (model.second, 4) if accumulates else (model.last, 2)
 
     def with_penalty_later(x: Tensor) -> Tensor:
         y = model(x)
-        return y if next(numbers) < 2 else torch.cat([y.flatten(), model.last.weight.flatten()])
+        return y if next(numbers) < begins else torch.cat([y.flatten(), late.weight.flatten()])
 
-    stage.train(with_penalty_later, adam(model), plain_batches(4, WIDTH), times=3)
-    stage.end(model)
-
-
-def late_gradients_added(stage: Stage) -> None:
-    """The same in the bucket between the graphs of a forward and a backward, while gradients are accumulated."""
-    model, numbers = replicated(stage), itertools.count()
-
-    def with_penalty_later(x: Tensor) -> Tensor:
-        y = model(x)
-        return y if next(numbers) < 4 else torch.cat([y.flatten(), model.second.weight.flatten()])
-
-    accumulate(stage, model, with_penalty_later, num_steps=4, set_to_none=True)
+    if accumulates:
+        accumulate(stage, model, with_penalty_later, num_steps=4, set_to_none=True)
+    else:
+        stage.train(with_penalty_later, adam(model), times=3)
 
 
 def delayed(stage: Stage) -> None:
     module = Layers()
     names = [(name, parameter) for name, parameter in module.named_parameters() if name.startswith("first")]
     model = replicated(stage, module, delay_all_reduce_named_params=names, param_to_hook_all_reduce=module.last.weight)
-    stage.train(model, adam(model), plain_batches(4, WIDTH), times=2)
-    stage.end(model)
+    stage.train(model, adam(model), times=2)
 
 
 def joined(stage: Stage) -> None:
     """The second rank has one batch less."""
     model = replicated(stage, Layers(normed=True))
-    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    optimizer = adam(model)
     with model.join():
         for number, roles in enumerate(stage.steps(2)):
             if number == 2 * len(stage.roles) - 1 and dist.get_rank() == 1:
                 break
-            with stage.on(roles.caller):
-                optimizer.zero_grad()
-                stage.backward(stage.forward(model, batch(), roles), roles)
-                optimizer.step()
-                stage.use_memory()
+            optimizer.zero_grad()
+            stage.backward(stage.forward(model, stage.batch(), roles), roles)
+            optimizer.step()
         stage.idle()
-    stage.end(model)
 
 
 def finalized_manually(stage: Stage) -> None:
     model = replicated(stage)
     model.require_manual_backward_finalization = True
-    batch = plain_batches(4, WIDTH)
-    stage.train(model, adam(model), batch, times=2, before_step=lambda roles: model.finalize_backward())
-    stage.end(model)
+    stage.train(model, adam(model), times=2, before_step=lambda roles: model.finalize_backward())
 
 
 def stepped_in_backward(stage: Stage) -> None:
     model = replicated(stage)
     model._register_fused_optim(torch.optim.SGD, lr=0.1)
-    batch = plain_batches(4, WIDTH)
     for roles in stage.steps(2):
-        with stage.on(roles.caller):
-            model.zero_grad()
-            stage.backward(stage.forward(model, batch(), roles), roles)
-    stage.end(model)
+        model.zero_grad()
+        stage.backward(stage.forward(model, stage.batch(), roles), roles)
 
 
 def q_adam(stage: Stage) -> None:
     module = Layers()
     optimizer = QAdam(module.parameters(), lr=0.01, warmup_steps=2)
     model = replicated(stage, module, algorithm=optimizer.algorithm())
-    stage.train(model, optimizer, plain_batches(4, WIDTH), times=3)
-    stage.end(model)
+    stage.train(model, optimizer, times=3)
 
 
 def asynchronous(stage: Stage) -> None:
     """The thread averages during steps, evaluations, and forwards on other streams."""
     # In the last step of the warm-up the ranks compare nothing, so the host does not wait.
     model = replicated(stage, algorithm=AsyncModelAverage(sync_interval_ms=1, warmup_steps=3))
-    optimizer, batch = torch.optim.SGD(model.parameters(), 0.01), plain_batches(4, WIDTH)
-    for roles in stage.steps(4):
-        with stage.on(roles.caller):
-            optimizer.zero_grad()
-            # No backward follows this one, and the next one finds the trainer inside already.
-            stage.forward(model, batch(), Roles("other", "", roles.caller), is_looked_at=False)
-            stage.backward(stage.forward(model, batch(), roles), roles)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for roles in stage.steps(4, pause_s=0.01):  # for the other threads and ranks
+        optimizer.zero_grad()
+        # No backward follows this one, and the next one finds the trainer inside already.
+        stage.forward(model, stage.batch(), Roles("other", "", roles.caller), is_looked_at=False)
+        stage.backward(stage.forward(model, stage.batch(), roles), roles)
+        for other in ("other", "another"):
+            stage.wait_for(other)  # which may still read what is stepped
+        optimizer.step()
+        with torch.no_grad():
             for other in ("other", "another"):
-                stage.wait_for(other)  # which may still read what is stepped
-            optimizer.step()
-            with torch.no_grad():
-                for other in ("other", "another"):
-                    stage.forward(model, batch(), Roles(other, "", roles.caller), is_looked_at=False)
-            stage.use_memory()
-            stage.let_threads_come()
+                stage.forward(model, stage.batch(), Roles(other, "", roles.caller), is_looked_at=False)
     with stage.on("default"):
         model.comm_algorithm.abort()
-    stage.end(model)
 
 
 def switched(stage: Stage) -> None:
     """From one algorithm to the next: gradients, then parameters."""
     model = replicated(stage)
-    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    optimizer = adam(model)
     for algorithm in (ByteGrad(), LocalSGD(period=2), Decentralized()):
-        stage.train(model, optimizer, batch)
+        stage.train(model, optimizer)
         stage.idle()
         model.set_comm_algorithm(algorithm)
-    stage.train(model, optimizer, batch)
-    stage.end(model)
+    stage.train(model, optimizer)
 
 
-def sharded(stage: Stage, ending: str = "", times: int = 3, steady: bool = False, **settings: Any) -> None:
+def sharded(stage: Stage, ending: str = "", **settings: Any) -> None:
     """Steps of shards, clipped; evaluations on another stream; and an average of weights that reads after each step."""
     model = replicated(stage, Layers(ending), **settings)
     optimizer = shard_optimizer(adam(model), model)
-    batch = plain_batches(4, WIDTH)
     averaged = [parameter.detach().clone() for parameter in model.parameters()]
-    for number, roles in enumerate(stage.steps(times)):
-        with stage.on(roles.caller):
-            stage.backward(stage.forward(model, batch(), roles), roles)
-            stage.wait_for("other")  # which may still read what is stepped
-            model.clip_grad_norm_(1.0)
-            optimizer.step()
-            with torch.no_grad():
-                if number % times == 0:
-                    stage.forward(model, batch(), Roles("other", "", roles.caller), is_looked_at=False)
-                elif number % times == 1:
-                    with stage.on("other"):
-                        torch._foreach_norm(list(model.parameters()))  # the first reader waits for all others
-                    torch._foreach_lerp_(averaged, list(model.parameters()), 0.5)
-            optimizer.zero_grad()
-            stage.use_memory()
-    stage.end(model)
+    for number, roles in enumerate(stage.steps(3)):
+        stage.backward(stage.forward(model, stage.batch(), roles), roles)
+        stage.wait_for("other")  # which may still read what is stepped
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        with torch.no_grad():
+            if number % 3 == 0:
+                stage.forward(model, stage.batch(), Roles("other", "", roles.caller), is_looked_at=False)
+            elif number % 3 == 1:
+                with stage.on("other"):
+                    torch._foreach_norm(list(model.parameters()))  # the first reader waits for all others
+                torch._foreach_lerp_(averaged, list(model.parameters()), 0.5)
+        optimizer.zero_grad()
 
 
 def sharded_whole(stage: Stage, **settings: Any) -> None:
@@ -345,39 +297,31 @@ def sharded_whole(stage: Stage, **settings: Any) -> None:
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
     optimizers = shard_optimizer([torch.optim.Muon(matrices, 0.01), torch.optim.AdamW(others, 0.01)], model)
-    batch = plain_batches(4, WIDTH)
     for roles in stage.steps(3):
-        with stage.on(roles.caller):
-            stage.backward(stage.forward(model, batch(), roles), roles)
-            model.clip_grad_norm_(1.0)
-            with stage.on("other"):
-                stage.wait_for(roles.caller)
-                optimizers[0].step()
-            optimizers[1].step()  # steps in the same buckets, and waits for no other stream
-            stage.wait_for("other")
-            model.zero_grad()
-            stage.use_memory()
-    stage.end(model)
+        stage.backward(stage.forward(model, stage.batch(), roles), roles)
+        model.clip_grad_norm_(1.0)
+        with stage.on("other"):
+            stage.wait_for(roles.caller)
+            optimizers[0].step()
+        optimizers[1].step()  # steps in the same buckets, and waits for no other stream
+        stage.wait_for("other")
+        model.zero_grad()
 
 
 def sharded_moved(stage: Stage) -> None:
     """Between two steps, parameters are given memory that another stream has allocated."""
     model = replicated(stage)
     optimizer = shard_optimizer(adam(model), model)
-    batch = plain_batches(4, WIDTH)
     for roles in stage.steps(2):
-        with stage.on(roles.caller):
-            stage.backward(stage.forward(model, batch(), roles), roles)
-            with stage.on("other"):
-                stage.use_memory()  # of what the first backward has moved
-                stage.wait_for(roles.caller)
-                for parameter in model.parameters():
-                    parameter.data = parameter.detach().clone()
-            stage.wait_for("other")
-            optimizer.step()
-            optimizer.zero_grad()
-            stage.use_memory()
-    stage.end(model)
+        stage.backward(stage.forward(model, stage.batch(), roles), roles)
+        with stage.on("other"):
+            stage.use_memory()  # of what the first backward has moved
+            stage.wait_for(roles.caller)
+            for parameter in model.parameters():
+                parameter.data = parameter.detach().clone()
+        stage.wait_for("other")
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def diloco_saved(stage: Stage) -> None:
@@ -392,21 +336,18 @@ def diloco_saved(stage: Stage) -> None:
                 model.comm_algorithm.state_dict()
             stage.wait_for("other")
 
-    stage.train(model, adam(model), plain_batches(4, WIDTH), times=6, after_step=save)
-    stage.end(model)
+    stage.train(model, adam(model), times=6, after_step=save)
 
 
 def steady(stage: Stage, of_shards: bool = False, **settings: Any) -> None:
     """A few steps to reach the steady state, in which nothing may make the host wait for the device."""
     model = replicated(stage, **settings)
     optimizer = shard_optimizer(adam(model), model) if of_shards else adam(model)
-    batch = plain_batches(4, WIDTH)
     every = stage.roles
     stage.roles = every[:1]
-    stage.train(model, optimizer, batch, times=9)  # agreement points at 1, 2, 4 and 8
+    stage.train(model, optimizer, times=9)  # agreement points at 1, 2, 4 and 8
     stage.roles = every
-    stage.train(model, optimizer, batch, steady=True)
-    stage.end(model)
+    stage.train(model, optimizer, steady=True)
 
 
 #: With groups whose ``wait()`` holds up a stream.
@@ -432,7 +373,7 @@ _ON_NCCL: dict[str, Program] = {
     "normalized, read early": partial(normalized, reads_early=True),
     "clipped": clipped,
     "late gradients": late_gradients,
-    "late gradients, added": late_gradients_added,
+    "late gradients, added": partial(late_gradients, accumulates=True),
     "delayed all-reduce": delayed,
     "join": joined,
     "manual finalization": finalized_manually,
@@ -440,21 +381,21 @@ _ON_NCCL: dict[str, Program] = {
     "allreduce hook": partial(with_comm_hook, name="allreduce_hook"),
     "bf16 hook": partial(with_comm_hook, name="bf16_compress_hook"),
     "PowerSGD hook": with_power_sgd,
-    "wire dtype": partial(with_algorithm, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)),
-    "sums at the owner": partial(with_algorithm, algorithm=GradientAllReduce(reproducible=True)),
-    "hierarchical, one node": partial(with_algorithm, algorithm=GradientAllReduce(hierarchical=True), node_of_two=True),
-    "hierarchical, two nodes": partial(with_algorithm, algorithm=ByteGrad(hierarchical=True), node_of_two=False),
+    "wire dtype": partial(train, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)),
+    "sums at the owner": partial(train, algorithm=GradientAllReduce(reproducible=True)),
+    "hierarchical, one node": partial(train, algorithm=GradientAllReduce(hierarchical=True), nodes=(2,)),
+    "hierarchical, two nodes": partial(train, algorithm=ByteGrad(hierarchical=True), nodes=(1, 1)),
     "managed replicas": managed_replicas,
-    "ByteGrad": partial(with_algorithm, algorithm=ByteGrad()),
-    "ByteGrad, eager end": partial(with_algorithm, algorithm=ByteGrad(), make=partial(Layers, "eager")),
+    "ByteGrad": partial(train, algorithm=ByteGrad()),
+    "ByteGrad, eager end": partial(train, algorithm=ByteGrad(), make=partial(Layers, "eager")),
     "QAdam": q_adam,
-    "decentralized": partial(with_algorithm, algorithm=Decentralized()),
-    "shift one": partial(with_algorithm, algorithm=Decentralized(peer_selection="shift_one")),
-    "ring": partial(with_algorithm, algorithm=LowPrecisionDecentralized()),
-    "ring, one node": partial(with_algorithm, algorithm=LowPrecisionDecentralized(hierarchical=True), node_of_two=True),
-    "local SGD": partial(with_algorithm, algorithm=LocalSGD(period=2)),
+    "decentralized": partial(train, algorithm=Decentralized()),
+    "shift one": partial(train, algorithm=Decentralized(peer_selection="shift_one")),
+    "ring": partial(train, algorithm=LowPrecisionDecentralized()),
+    "ring, one node": partial(train, algorithm=LowPrecisionDecentralized(hierarchical=True), nodes=(2,)),
+    "local SGD": partial(train, algorithm=LocalSGD(period=2)),
     "DiLoCo": partial(
-        with_algorithm, algorithm=DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, wire_dtype=torch.bfloat16)
+        train, algorithm=DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, wire_dtype=torch.bfloat16)
     ),
     "DiLoCo, saved": diloco_saved,
     "asynchronous average": asynchronous,

@@ -35,6 +35,8 @@ class Roles(NamedTuple):
     caller: str
 
 
+WIDTH, ROWS = 9, 4  #: of a batch
+
 #: All different. A program that is in order here is also in order if some of the streams are the same.
 DISTINCT = [Roles("forward", "accumulate", "caller"), Roles("side", "accumulate", "side")]
 
@@ -52,11 +54,10 @@ class Outcome:
     host_waits: list[str] = field(default_factory=list)  # in steps that were said to be steady
     launches: list[Launch] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
-    error: str = ""
 
 
 class Stage:
-    """One rank's streams and a process group on them; ``roles`` has the streams of each step in turn."""
+    """One rank's streams, a process group on them, and batches; ``roles`` has the streams of each step in turn."""
 
     def __init__(self, streams: SimulatedStreams, group: dist.ProcessGroup, roles: list[Roles]) -> None:
         self.group = group
@@ -64,6 +65,8 @@ class Stage:
         self.outcome = Outcome()
         self._streams = streams
         self._named = {"default": DEFAULT_STREAM, "side": streams.new()}
+        self._batches = torch.Generator().manual_seed(17 + dist.get_rank())
+        self._module = nn.Module()
         self._places: dict[int, int] = {}  # of parameters, by their numbers
         self._inputs: list[Any] = []
         self._nodes: list[Any] = []  # or the hooks would be gone with them
@@ -72,27 +75,33 @@ class Stage:
     def detector(self) -> RaceDetector:
         return self._streams.detector
 
-    def end(self, model: nn.Module) -> None:
+    def end(self) -> None:
         self.idle()
-        self.outcome.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+        self.outcome.parameters = [parameter.detach().clone() for parameter in self._module.parameters()]
 
     def idle(self) -> None:
         """Let the host wait for all streams."""
         for stream in self._named.values():
             self.detector.host_waits(stream)
 
-    def steps(self, times: int = 1) -> Iterator[Roles]:
-        """Each of the roles, this many times; the device is idle between two of them."""
+    def steps(self, times: int = 1, pause_s: float = 0.0) -> Iterator[Roles]:
+        """Each of the roles, this many times, on the caller's stream; the device is idle between two of them."""
         for roles in self.roles:
             self.idle()
             for _ in range(times):
-                yield roles
+                with self.on(roles.caller):
+                    yield roles
+                    self.use_memory()
+                    time.sleep(pause_s)
+
+    def batch(self) -> Tensor:
+        """Another one in each call and on each rank, the same in each run."""
+        return torch.randn(ROWS, WIDTH, generator=self._batches)
 
     def train(
         self,
         model: Callable[[Any], Any],
         optimizer: Any,
-        batch: Callable[[], Any],
         times: int = 1,
         steady: bool = False,
         before_step: Callable[[Roles], object] = lambda roles: None,
@@ -100,13 +109,12 @@ class Stage:
     ) -> None:
         """Steps of an ordinary loop, which keeps its own streams in order."""
         for roles in self.steps(times):
-            with self.on(roles.caller), self.counting_host_waits(steady):
+            with self.counting_host_waits(steady):
                 optimizer.zero_grad()
-                self.backward(self.forward(model, batch(), roles), roles)
+                self.backward(self.forward(model, self.batch(), roles), roles)
                 before_step(roles)
                 optimizer.step()
                 after_step(roles)
-                self.use_memory()
 
     def use_memory(self) -> None:
         """Between two steps, allocate on every stream, as the next batch and other work would."""
@@ -126,7 +134,8 @@ class Stage:
         return loss
 
     def watch(self, module: nn.Module) -> None:
-        """Tell the allocator, as the engine does, that AccumulateGrad's stream reads the gradients."""
+        """Train this module. The allocator is told, as by the engine, that AccumulateGrad reads the gradients."""
+        self._module = module
         for place, parameter in enumerate(p for p in module.parameters() if p.requires_grad):
             self._places[id(parameter)] = place
             node = torch_internals.accumulator_of(parameter)
@@ -164,10 +173,6 @@ class Stage:
     def wait_for(self, name: str) -> None:
         """Let the current stream wait for another one."""
         self.detector.wait_for_stream(self._streams.current(), self.stream(name))
-
-    def let_threads_come(self) -> None:
-        """Give other threads of this process, and other ranks, time to do something."""
-        time.sleep(0.01)
 
     @contextmanager
     def counting_host_waits(self, counting: bool = True) -> Iterator[None]:
@@ -210,6 +215,7 @@ def perform_without_streams(program: Program, roles: list[Roles]) -> Outcome:
     torch.manual_seed(SEED)
     with torch.compiler.set_stance("force_eager"):
         program(stage)
+        stage.end()
     return stage.outcome
 
 
@@ -236,10 +242,10 @@ def perform(program: Program, roles: list[Roles], ignored: Site | None = None, d
     try:
         with observing(streams), patch.object(dist, "ProcessGroupGloo", simulated_group.host_groups(detector)):
             program(stage)
-    except Exception as error:  # what races spoil may raise
+            stage.end()
+    except Exception:  # what races spoil may raise
         if ignored is None:
             raise
-        stage.outcome.error = f"{type(error).__name__}: {error}"
     finally:
         runtime_streams.backend = real
         handle.remove()
@@ -255,9 +261,3 @@ def _pauses(seed: int | None) -> Callable[[], None]:
         return lambda: None
     generator = random.Random(1000 * seed + dist.get_rank())
     return lambda: time.sleep(generator.choice((0.0, 0.0, 0.001, 0.004)))
-
-
-def plain_batches(rows: int, width: int) -> Callable[[], Tensor]:
-    """Batches that differ between ranks, the same in every call."""
-    generator = torch.Generator().manual_seed(17 + dist.get_rank())
-    return lambda: torch.randn(rows, width, generator=generator)

@@ -7,20 +7,12 @@ import pytest
 import torch
 from in_ci import only
 from programs import PROGRAMS, STEADY_PROGRAMS
-from rank_pool import Ranks
+from rank_pool import Ranks, on_ranks
 from simulated_group import Launch
 from simulated_streams import ROOT, Site
-from stage import DISTINCT, Outcome, all_roles, perform, perform_without_streams
+from stage import DISTINCT, all_roles, perform, perform_without_streams
 
 ROLES = {"distinct": DISTINCT, "default": all_roles("default"), "side": all_roles("side")}
-
-
-def perform_by_name(name: str, roles: str) -> tuple[Outcome, Outcome]:
-    return perform(PROGRAMS[name], ROLES[roles]), perform_without_streams(PROGRAMS[name], ROLES[roles])
-
-
-def count_host_waits(name: str, roles: str) -> Outcome:
-    return perform(STEADY_PROGRAMS[name], ROLES[roles])
 
 
 IN_CI = [
@@ -32,19 +24,21 @@ IN_CI = [
 
 @pytest.mark.parametrize("roles", only(["distinct"], ROLES))
 @pytest.mark.parametrize("name", only(IN_CI, PROGRAMS))
-def test_everything_that_is_written_is_waited_for(ranks: Ranks, name: str, roles: str) -> None:
-    for outcome, without_streams in ranks(2).run(perform_by_name, name, roles):
-        assert not outcome.races, "\n".join(outcome.races)
-        for found, expected in zip(outcome.parameters, without_streams.parameters, strict=True):
-            assert torch.isfinite(found).all()
-            if name != "asynchronous average":  # its rounds come at random times
-                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+@on_ranks(2)
+def test_everything_that_is_written_is_waited_for(name: str, roles: str) -> None:
+    outcome = perform(PROGRAMS[name], ROLES[roles])
+    without_streams = perform_without_streams(PROGRAMS[name], ROLES[roles])
+    assert not outcome.races, "\n".join(outcome.races)
+    for found, expected in zip(outcome.parameters, without_streams.parameters, strict=True):
+        assert torch.isfinite(found).all()
+        if name != "asynchronous average":  # its rounds come at random times
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", only(["backward split", "unused parameters", "sharded"], STEADY_PROGRAMS))
-def test_host_never_waits_in_steady_state(ranks: Ranks, name: str) -> None:
-    for outcome in ranks(2).run(count_host_waits, name, "distinct"):
-        assert outcome.host_waits == []
+@on_ranks(2)
+def test_host_never_waits_in_steady_state(name: str) -> None:
+    assert perform(STEADY_PROGRAMS[name], DISTINCT).host_waits == []
 
 
 # All ranks start collectives in one order, over all the communicators that they share. NCCL needs that: two

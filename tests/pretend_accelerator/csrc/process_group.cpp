@@ -317,7 +317,4 @@ PYBIND11_MODULE(pretend_accelerator_C, m) {
     return std::map<std::string, int64_t>{
         {"host_waits", num_host_waits}, {"poisoned", num_poisoned}, {"recorded", num_recorded}};
   });
-  m.def("occupy", [](c10::Stream stream, int milliseconds) {
-    enqueue(stream, [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
-  });
 }
