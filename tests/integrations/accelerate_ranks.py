@@ -3,6 +3,7 @@
 import copy
 import itertools
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_compile import ReplicationError, is_replicated, shard_optimizer
-from ddp_compile.algorithms import Decentralized
+from ddp_compile import ReplicationError, ddp_compile, is_replicated, shard_optimizer
+from ddp_compile.algorithms import Decentralized, LocalSGD
+from ddp_compile.integrations import accelerate as integration
 from ddp_compile.integrations.accelerate import use
 
 SETTINGS = {"backend": "aot_eager", "bucket_cap_mb": 0.001}
@@ -103,7 +106,7 @@ def train_both(settings: dict[str, Any]) -> tuple[list[Step], list[Step], str]:
     return steps, train(prepare(False, **settings)), explained
 
 
-def count_both() -> None:
+def count_both(_folder: str) -> None:
     """Gradients of steps with uneven counts, by `normalize_by`, are those that Accelerate's documentation has."""
     both: list[list[Tensor]] = [[], []]
     for gradients in both:
@@ -139,8 +142,8 @@ def stop_and_go_on(folder: str, settings: dict[str, Any]) -> dict[str, list[Step
     return steps
 
 
-def shard_and_go_on(folder: str) -> tuple[list[float], list[float]]:
-    """Losses of a run, and of one whose optimizer is sharded and that is resumed after the second micro-batch."""
+def shard_and_go_on(folder: str) -> None:
+    """An optimizer that is sharded after ``prepare``, and resumed after two of five batches, changes no loss."""
 
     def losses(run: Run, first: int = 0, last: int | None = None) -> list[float]:
         taken = []
@@ -160,11 +163,11 @@ def shard_and_go_on(folder: str) -> tuple[list[float], list[float]]:
     first = losses(run := prepare_sharded(), last=2)
     run.accelerator.save_state(folder)
     (run := prepare_sharded()).accelerator.load_state(folder)
-    return whole, first + losses(run, first=2)
+    assert len(whole) == 5 and first + losses(run, first=2) == pytest.approx(whole, rel=2e-6)
 
 
-def join_both() -> list[tuple[list[float], Tensor]]:
-    """Losses on a rank that has one batch more than the other, and the weights, with both."""
+def join_both(_folder: str) -> None:
+    """If one rank has a batch more than the other, losses and weights are the same with both."""
     results = []
     for ours in (True, False):
         accelerator = new_accelerator()
@@ -182,8 +185,11 @@ def join_both() -> list[tuple[list[float], Tensor]]:
                 accelerator.backward(losses[-1])
                 optimizer.step()
                 optimizer.zero_grad()
-        results.append(([loss.item() for loss in losses], accelerator.get_state_dict(model)["0.weight"].clone()))
-    return results
+        results.append((torch.stack(losses).detach(), accelerator.get_state_dict(model)["0.weight"].clone()))
+        assert len(losses) == 3 - accelerator.process_index
+    (losses, weights), (expected, expected_weights) = results
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(weights, expected_weights)
 
 
 def look_at_models(folder: str) -> None:
@@ -194,6 +200,8 @@ def look_at_models(folder: str) -> None:
     assert accelerator.unwrap_model(model) is model and type(model).__name__ == "Sequential"
     assert list(accelerator.get_state_dict(model)) == plain_keys
     accelerator.save_model(model, folder)
+    accelerator.wait_for_everyone()
+    assert os.listdir(folder) == ["model.safetensors"]
 
     taken = copy.deepcopy(model).eval()
     assert type(taken) is nn.Sequential and taken.forward.__self__ is taken
@@ -208,7 +216,7 @@ def look_at_models(folder: str) -> None:
         assert not torch.equal(taken(x), model(x))
 
 
-def prepare_again() -> None:
+def prepare_again(_folder: str) -> None:
     """A model that is prepared for evaluation before it is for training, and then once more; and a frozen one."""
     accelerator = use(new_accelerator(), **SETTINGS)
     model = new_model()
@@ -231,7 +239,7 @@ class HasNamesItself(nn.Linear):
     unwrap = no_sync
 
 
-def accumulate_with_names_itself() -> None:
+def accumulate_with_names_itself(_folder: str) -> None:
     """``no_sync`` leaves a gradient to its rank, and a refused module stays plain."""
     accelerator = use(new_accelerator(), backend="eager")
     model = accelerator.prepare(HasNamesItself(3, 1))
@@ -244,7 +252,7 @@ def accumulate_with_names_itself() -> None:
     assert not is_replicated(refused)
 
 
-def read_handler() -> None:
+def read_handler(_folder: str) -> None:
     handler = DistributedDataParallelKwargs(
         find_unused_parameters=True, bucket_cap_mb=1, broadcast_buffers=False, comm_hook=DDPCommunicationHookType.BF16
     )
@@ -254,23 +262,118 @@ def read_handler() -> None:
     assert "bf16_compress_hook" in model.comm_algorithm.name
 
 
-def trigger_sync(ours: bool) -> list[Any]:
-    """The gradients of three forwards inside ``no_sync``, the last of whose backwards is reduced."""
-    accelerator, model, _, loader, _ = prepare(ours)
-    inputs = [x for x, _ in loader][:3]
-    with accelerator.no_sync(model):
-        losses = [model(x).square().mean() for x in inputs]
-    for loss in losses[:-1]:
-        accelerator.backward(loss)
-    with accelerator.trigger_sync_in_backward(model):
-        accelerator.backward(losses[-1])
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def trigger_sync_in_both() -> None:
-    torch.testing.assert_close(trigger_sync(True), trigger_sync(False), rtol=1e-5, atol=1e-7)
+def trigger_sync(_folder: str) -> None:
+    """Gradients of three forwards inside ``no_sync``, the last of whose backwards is reduced, are those of DDP."""
+    both = []
+    for ours in (True, False):
+        accelerator, model, _, loader, _ = prepare(ours)
+        inputs = [x for x, _ in loader][:3]
+        with accelerator.no_sync(model):
+            losses = [model(x).square().mean() for x in inputs]
+        for loss in losses[:-1]:
+            accelerator.backward(loss)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(losses[-1])
+        both.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-7)
 
 
 def run_example() -> str:
     forget_state()
     return hugging_face.run_example("train_accelerate.py")
+
+
+# Accelerators and models that are refused, each with its error.
+
+
+def one_process() -> None:
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    use(new_accelerator())
+
+
+def with_state(**state: Any) -> Callable[[], None]:
+    """Use an accelerator in a state that plugins would set, which need GPUs."""
+
+    def use_it() -> None:
+        accelerator = new_accelerator()
+        for name, value in state.items():
+            setattr(accelerator.state, name, value)
+        use(accelerator)
+
+    return use_it
+
+
+def too_old() -> None:
+    with patch.object(integration, "OLDEST", "99.0"):
+        use(new_accelerator())
+
+
+def prepared_before_use() -> None:
+    accelerator = new_accelerator()
+    accelerator.prepare(new_model())
+    use(accelerator)
+
+
+def with_kwargs(use_settings: dict[str, Any], **kwargs: Any) -> None:
+    use(new_accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**kwargs)]), **use_settings).prepare(new_model())
+
+
+def used() -> Accelerator:
+    return use(new_accelerator(), **SETTINGS)
+
+
+def count_one_of_two_models() -> None:
+    accelerator = used()
+    models = [accelerator.prepare(new_model()) for _ in range(2)]
+    models[0].normalize_by(4)
+    accelerator.backward(models[0](torch.ones(4, 6)).sum())
+
+
+def replicated() -> nn.Module:
+    return ddp_compile(new_model(), backend="eager")
+
+
+CASES: list[tuple[Callable[[], Any], str]] = [
+    (one_process, r"rank .: .*one process \(DistributedType.NO\).*cpu=True.*leave out use\(\)"),
+    (with_state(distributed_type=DistributedType("FSDP")), "distributed_type=FSDP, which shards.*leave out its plugin"),
+    (with_state(distributed_type=DistributedType("DEEPSPEED")), "distributed_type=DEEPSPEED"),
+    (with_state(distributed_type=DistributedType("MEGATRON_LM")), "distributed_type=MEGATRON_LM"),
+    (with_state(parallelism_config=object()), "parallelism_config.*leave out parallelism_config"),
+    (with_state(_mixed_precision="fp8"), "mixed_precision='fp8'.*use 'bf16'"),
+    (too_old, r"accelerate \d.* is older than 99.0; pip install -U accelerate"),
+    (
+        lambda: use(new_accelerator(dynamo_backend="inductor")),
+        r"dynamo_backend=INDUCTOR; torch_compile=True of TrainingArguments.*pass backend=",
+    ),
+    (lambda: use(used(), bucket_cap_mb=1), r"use\(\) was called twice"),
+    (prepared_before_use, r"has already prepared Sequential; call use\(\) before"),
+    (lambda: use(new_model()), "TypeError: .*an accelerate.Accelerator or a Trainer, not a Sequential"),
+    (lambda: use(new_accelerator(), process_group=torch.distributed.group.WORLD), "TypeError: .*drop process_group"),
+    (lambda: use(new_accelerator(), log_communication=True), "TypeError: .*add model.comm_stats"),
+    (lambda: used().prepare(replicated()), r"replicated this Sequential before accelerator.prepare\(\); leave out"),
+    (
+        lambda: used().prepare(nn.Sequential(replicated(), nn.Linear(3, 3))),
+        "submodule 0 is a ReplicatedModule; replicate the outermost module only",
+    ),
+    (lambda: ddp_compile(used().prepare(new_model())), r"ddp_compile\(\) was called twice on this module"),
+    (
+        lambda: new_accelerator().prepare(replicated())(torch.randn(4, 6)),
+        r"is called by a DistributedDataParallel.*accelerate.use\(accelerator\) before",
+    ),
+    (
+        lambda: with_kwargs({"bucket_cap_mb": 1}, bucket_cap_mb=5),
+        "bucket_cap_mb=1 and DistributedDataParallelKwargs bucket_cap_mb=5; pass it once",
+    ),
+    (count_one_of_two_models, r"one of 2 models awaits such a backward; call loss.backward\(\) instead"),
+    (lambda: with_kwargs({}, dim=1), "TypeError: .*does not take dim=1; drop dim"),
+    (
+        lambda: use(new_accelerator(), algorithm=LocalSGD(period=2), **SETTINGS).prepare(new_model()),
+        r"rank .: use\(\) cannot be used with the local SGD.*Drop algorithm=",
+    ),
+]
+
+
+def refuse_all(_folder: str) -> None:
+    """The error of each case is on every rank."""
+    hugging_face.assert_refused(CASES)

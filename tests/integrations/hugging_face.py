@@ -4,8 +4,10 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import runpy
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,3 +45,22 @@ def run_example(name: str, *arguments: str) -> str:
     ):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return printed.getvalue()
+
+
+def error_of(case: Callable[[], Any]) -> str:
+    """``Type: message``; empty if there is none."""
+    before = dict(os.environ)
+    try:
+        case()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ.update(before)
+    return ""
+
+
+def assert_refused(cases: Iterable[tuple[Callable[[], Any], str]]) -> None:
+    """Each call raises an error, in which a regular expression is found."""
+    errors = [(expected, error_of(case)) for case, expected in cases]
+    wrong = [(expected, error) for expected, error in errors if not re.search(expected, error, re.DOTALL)]
+    assert wrong == []

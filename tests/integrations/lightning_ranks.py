@@ -1,7 +1,9 @@
 """The code that tests of `DDPCompileStrategy` run on each rank, since importing Lightning takes seconds."""
 
 import copy
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +12,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from hugging_face import assert_refused
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -186,8 +189,8 @@ class Counts(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
-def count_both() -> tuple[list[float], list[float]]:
-    """Losses of two steps, the second of which has fewer batches, and the bias after them; of one process as well."""
+def count_both(_folder: Path) -> None:
+    """Losses of two steps, the second of which has fewer batches, and the bias after them are those of one process."""
     random = torch.Generator().manual_seed(5)
     batches = [[(torch.randn(4, 6, generator=random), torch.arange(4) >= i - j) for i in range(5)] for j in (0, 2)]
     torch.manual_seed(1)
@@ -202,7 +205,8 @@ def count_both() -> tuple[list[float], list[float]]:
         plain.means.append(float(loss))
         optimizer.step()
         optimizer.zero_grad()
-    return [*net.means, float(net.layer.bias)], [*plain.means, float(plain.layer.bias)]
+    expected = [*plain.means, float(plain.layer.bias)]
+    assert [*net.means, float(net.layer.bias)] == pytest.approx(expected, rel=1e-5)
 
 
 def make_trainer(strategy: DDPStrategy, **settings: Any) -> Trainer:
@@ -277,13 +281,10 @@ def resume(folder: Path) -> None:
     assert abs(validated["validation"] - whole.noted["validation"][-1]) < 1e-6
 
 
-def ignore_by_name(_folder: Path) -> None:
+def name_parameters(_folder: Path) -> None:
+    """Parameters to ignore and to delay are named as in the LightningModule."""
     names = trained(Net, DDPCompileStrategy(**SMALL, parameters_to_ignore=["head.bias"])).reduced
     assert "module.body.0.weight" in names and "module.head.bias" not in names
-
-
-def delay_by_name(_folder: Path) -> None:
-    """Names are those of the LightningModule."""
     net = Net()
     delayed = {"delay_all_reduce_named_params": [("head.weight", net.head.weight)]}
     trained(lambda: net, DDPCompileStrategy(**SMALL, **delayed, param_to_hook_all_reduce=net.body[0].weight))
@@ -351,18 +352,14 @@ REFUSED: list[tuple[type[DDPStrategy], Callable[[], Any], str]] = [
 ]
 
 
-def refused_otherwise() -> list[tuple[str, str]]:
-    """Expected and raised error of each module of `REFUSED` whose errors differ on this rank."""
-    wrong = []
-    for strategy, make, expected in REFUSED:
-        error = "nothing"
-        try:
-            make_trainer(strategy()).fit(make(), *loaders())
-        except RuntimeError as raised:  # a ReplicationError is one
-            error = f"{type(raised).__name__}: {raised}"
-        if not (error.startswith(f"ReplicationError: rank {dist.get_rank()}: ") and expected in error):
-            wrong.append((expected, error))
-    return wrong
+def fit(strategy: type[DDPStrategy], make: Callable[[], Any]) -> None:
+    make_trainer(strategy()).fit(make(), *loaders())
+
+
+def refuse_modules(_folder: Path) -> None:
+    """Each module of `REFUSED` is an error on every rank."""
+    by_name = f"^ReplicationError: rank {dist.get_rank()}: .*"
+    assert_refused((partial(fit, strategy, make), by_name + re.escape(said)) for strategy, make, said in REFUSED)
 
 
 def make_wrong_strategies(_folder: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hugging_face import call
 from in_ci import only
 from rank_pool import Ranks
@@ -51,34 +50,16 @@ def test_a_saved_state_goes_on_as_without_a_stop(precision: str, tmp_path: Path,
         assert_close(steps["with DistributedDataParallel"], steps["without a stop"])
 
 
-def test_other_methods_take_the_replicated_model(tmp_path: Path, ranks: Ranks) -> None:
-    ranks(2).run(call, "accelerate_ranks.look_at_models", str(tmp_path))
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
-
-
-def test_an_optimizer_may_be_sharded_after_prepare(tmp_path: Path, ranks: Ranks) -> None:
-    for whole, sharded in ranks(2).run(call, "accelerate_ranks.shard_and_go_on", str(tmp_path)):
-        assert len(whole) == 5 and sharded == pytest.approx(whole, rel=2e-6)
-
-
-def test_uneven_inputs_may_be_joined(ranks: Ranks) -> None:
-    per_rank = ranks(2).run(call, "accelerate_ranks.join_both")
-    assert [len(losses) for (losses, _), _ in per_rank] == [3, 2]
-    for (losses, weights), (expected, expected_weights) in per_rank:
-        assert losses == pytest.approx(expected, rel=2e-6)
-        torch.testing.assert_close(weights, expected_weights)
-
-
 @pytest.mark.parametrize(
-    "program", ["count_both", "prepare_again", "read_handler", "trigger_sync_in_both", "accumulate_with_names_itself"]
+    "program",
+    [
+        *("count_both", "look_at_models", "shard_and_go_on", "join_both", "prepare_again", "read_handler"),
+        *("trigger_sync", "accumulate_with_names_itself", "refuse_all"),
+    ],
 )
-def test_other_programs(program: str, ranks: Ranks) -> None:
+def test_other_programs(program: str, tmp_path: Path, ranks: Ranks) -> None:
     """The docstring of each says what it asserts on both ranks."""
-    ranks(2).run(call, f"accelerate_ranks.{program}")
-
-
-def test_what_cannot_train_is_an_error_on_every_rank(ranks: Ranks) -> None:
-    assert ranks(2).run(call, "accelerate_refusals.refused_otherwise") == [[], []]
+    ranks(2).run(call, f"accelerate_ranks.{program}", str(tmp_path))
 
 
 def test_the_example_trains(ranks: Ranks) -> None:

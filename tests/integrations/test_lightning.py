@@ -35,11 +35,8 @@ def test_training_is_that_of_ddp_and_compiled(settings: dict[str, Any], ranks: R
         assert found["is plain"]
 
 
-BF16 = {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
-
-
 # With "Copies", copies of metrics and of the module are copies.
-@pytest.mark.parametrize(("make", "settings"), [("Net", BF16), ("Copies", {})], ids=["bf16", "copies"])
+@pytest.mark.parametrize(("make", "settings"), [("Net", AUTOMATIC[3]), ("Copies", {})], ids=["bf16", "copies"])
 def test_eager_training_is_that_of_ddp(make: str, settings: dict[str, Any], ranks: Ranks) -> None:
     for found in ranks(2).run(call, "lightning_ranks.differences", make, {}, {}, **settings):
         assert max(found["differences"].values()) < 1e-5 and found["is plain"], found
@@ -54,25 +51,16 @@ def test_manual_optimization_is_that_of_ddp(ranks: Ranks) -> None:
         assert found["kinds"] == ({"_Steps"}, {"DistributedDataParallel"})
 
 
-def test_mean_over_tokens_is_that_of_one_process(ranks: Ranks) -> None:
-    for ours, expected in ranks(2).run(call, "lightning_ranks.count_both"):
-        assert ours == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "program",
     [
-        *("resume", "ignore_by_name", "delay_by_name", "hooked", "make_wrong_strategies"),
+        *("count_both", "resume", "name_parameters", "hooked", "make_wrong_strategies", "refuse_modules"),
         "raise_in_a_step",
     ],
 )
 def test_other_programs(program: str, ranks: Ranks, tmp_path: Path) -> None:
     """The name or docstring of each says what it asserts on both ranks."""
     ranks(2).run(call, f"lightning_ranks.{program}", tmp_path)
-
-
-def test_refused_modules(ranks: Ranks) -> None:
-    assert ranks(2).run(call, "lightning_ranks.refused_otherwise") == [[], []]
 
 
 @pytest.mark.parametrize("compiled", only([False], [False, True]))

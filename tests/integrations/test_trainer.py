@@ -68,11 +68,6 @@ def test_mean_over_tokens_is_that_of_ddp(name: str, tmp_path: Path, ranks: Ranks
         assert (ddp[2] >= 9) == (num_gathers > 0)
 
 
-def test_loss_that_stops_being_proportional(tmp_path: Path, ranks: Ranks) -> None:
-    for message in ranks(2).run(call, "trainer_ranks.add_a_term_later", str(tmp_path)):
-        assert "in step 3 one is not, and the mean over tokens would be wrong; call use(trainer, gather" in message
-
-
 def test_a_checkpoint_goes_on_as_without_a_stop(tmp_path: Path, ranks: Ranks) -> None:
     for whole, ours, ddp in ranks(2).run(call, "trainer_ranks.resume_both", str(tmp_path)):
         assert len(whole) == 6 * 2 + 2
@@ -81,15 +76,15 @@ def test_a_checkpoint_goes_on_as_without_a_stop(tmp_path: Path, ranks: Ranks) ->
 
 
 @pytest.mark.parametrize(
-    "program", ["train_twice_and_generate", "train_again_with_a_term", "search", "train_and_delete_adapters"]
+    "program",
+    [
+        *("train_twice_and_generate", "train_again_with_a_term", "add_a_term_later", "search"),
+        *("train_and_delete_adapters", "add_adapters_late"),
+    ],
 )
 def test_other_programs(program: str, tmp_path: Path, ranks: Ranks) -> None:
     """The docstring of each says what it asserts on both ranks."""
     ranks(2).run(call, f"trainer_ranks.{program}", str(tmp_path))
-
-
-def test_adapters_after_replication_are_an_error(ranks: Ranks) -> None:
-    assert ranks(2).run(call, "trainer_ranks.refused_otherwise") == [[], []]
 
 
 def test_the_example_trains(tmp_path: Path, ranks: Ranks) -> None:
