@@ -66,7 +66,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_trains(whole: Path) -> None:
     assert {file.name for file in whole.iterdir()} == {"losses.json", "loss.png", "step3.pt", "step5.pt"}
     straight = read_losses(whole)
@@ -76,7 +75,6 @@ def test_trains(whole: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_resumes_exactly(whole: Path, tmp_path: Path) -> None:
     run_ranks(tmp_path, *RUN, "--resume", whole / "step3.pt")
 
@@ -88,7 +86,6 @@ def test_resumes_exactly(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_sharded_muon_trains_and_resumes(tmp_path: Path) -> None:
     muon = [*RUN, "--optimizer", "muon"]
     run_ranks(tmp_path / "whole", *muon, "--sharded", "--checkpoint", tmp_path / "step{step}.pt")
@@ -105,7 +102,6 @@ def test_sharded_muon_trains_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_padded_trains_what_one_process_trains(tmp_path: Path) -> None:
     def losses(num_ranks: int, average: str) -> list[float]:
         out_dir = tmp_path / f"{num_ranks}_{average}"
@@ -138,7 +134,6 @@ def test_options_that_exclude_each_other(
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("algorithm", NAMES)
 def test_every_algorithm_trains_and_resumes(algorithm: str, tmp_path: Path) -> None:
     named = ["--algorithm", algorithm]
@@ -159,7 +154,6 @@ def test_every_algorithm_trains_and_resumes(algorithm: str, tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_compares_with_ddp(tmp_path: Path) -> None:
     # torch.compile(DistributedDataParallel) refuses buckets of less than 1 MiB.
     options = [*SETTINGS, "--out-dir", str(tmp_path), "--compare", "3", "--bucket-cap-mb", "1"]

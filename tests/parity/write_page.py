@@ -1,7 +1,7 @@
 """Writes docs/ddp_parity.md from the rows in the TOML files next to this one, if every test that they list passes.
 
-``make parity`` runs the tests and writes the page; `tests/unit/test_ddp_parity.py` compares the page with what
-`print_markers` finds.
+``make parity`` runs the tests and writes the page; `tests/unit/test_ddp_parity.py` compares the page with what pytest
+collects.
 
 In each row ``says`` is what an argument, method or behavior of DistributedDataParallel is here; ``verdict`` whether it
 is the same, better, refused (``says`` is then what to write instead) or not there yet; ``tests`` what proves it: node
@@ -9,8 +9,6 @@ ids below tests/, of a whole test or of one of its cases. ``since`` is the torch
 that the package supports.
 """
 
-import contextlib
-import json
 import sys
 import tomllib
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
@@ -161,26 +159,19 @@ class _Recorder:
         self.outcomes.setdefault(report.nodeid, set()).add(report.outcome)
 
 
-def run_pytest(rows: Sequence[Row], *options: str) -> _Recorder:
+def run_pytest(rows: Sequence[Row]) -> _Recorder:
     """Run pytest on the tests that the rows list."""
     recorder = _Recorder({test for row in rows for test in row.tests})
     # Whole files, since pytest collects nothing at all if it is given one test that does not exist.
     files = sorted({str(ROOT / test.split("::")[0]) for row in rows for test in row.tests})
     # Including those that CI leaves out, so no marker is requested.
-    pytest.main(["--rootdir", str(ROOT), "-m", "", *options, *files], plugins=[recorder])
+    pytest.main(["--rootdir", str(ROOT), "-m", "", "--quiet", *files], plugins=[recorder])
     return recorder
-
-
-def print_markers() -> None:
-    """Print as JSON which cases the listed tests have, and the markers of each; run nothing."""
-    with contextlib.redirect_stdout(sys.stderr):
-        markers = run_pytest(load_rows(), "--collect-only", "--quiet").markers
-    print(json.dumps(markers))
 
 
 def main() -> int:
     rows = load_rows()
-    recorder = run_pytest(rows, "--quiet")
+    recorder = run_pytest(rows)
     problems = problems_of(rows, recorder.markers)
     problems += [f"{case} did not pass" for case in recorder.markers if recorder.outcomes.get(case) != {"passed"}]
     if problems:

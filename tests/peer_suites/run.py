@@ -42,9 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-k", metavar="PART", action="append", help="only tests with this in their name; repeatable")
     parser.add_argument("--backend", default=stand_ins.backend, help="what ddp_compile compiles with (%(default)s)")
     parser.add_argument(
-        "--without-ddp", action="store_true", help="take for granted that DistributedDataParallel passes"
-    )
-    parser.add_argument(
         "--details", action="store_true", help="print tracebacks and what the ranks of failed tests print"
     )
     options = parser.parse_args(arguments)
@@ -54,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts: Counter[str] = Counter()
     passed_by_ddp = set()
     for test in tests:
-        row, text, details = NOT_BY_DDP, "" if options.without_ddp else why_not_by_ddp(test), ""
+        row, text, details = NOT_BY_DDP, why_not_by_ddp(test), ""
         if not text:
             passed_by_ddp.add(test.name)
             row, text, details = judge(test, options.backend, listed.get(test.name))
