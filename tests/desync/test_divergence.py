@@ -16,26 +16,6 @@ from ddp_compile import GradientSpec, ddp_compile, plan_buckets
 from ddp_compile.errors import DDPCompileError, RanksDifferError
 from ddp_compile.runtime.desync.local_steps import LocalSteps
 
-
-def two_models_in_another_order(first: int, settings: dict[str, Any]) -> list[Any]:
-    """From some step on, rank 1 swaps the backwards; returns the first model's gradients, and the error."""
-    torch.manual_seed(0)
-    modules = nn.Linear(4, 4, bias=False), nn.Sequential(nn.Linear(4, 4, bias=False))
-    models = [ddp_compile(module, backend="aot_eager", **settings) for module in modules]
-    seen = []
-    try:
-        for step in range(8):
-            losses = [model(torch.ones(1, 4)).sum() * (number + 1) for number, model in enumerate(models)]
-            in_other_order = dist.get_rank() == 1 and step >= first
-            for loss in reversed(losses) if in_other_order else losses:
-                loss.backward()
-            seen.append(modules[0].weight.grad[0, 0].item())
-            modules[0].zero_grad()
-    except RanksDifferError as error:
-        return [*seen, str(error)]
-    return seen
-
-
 FIRST_BACKWARDS = "the ranks have reached the first backwards of different models: model 1 (Linear) on rank 0, model"
 OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. iteration {} of the process group paired different"
 
@@ -49,11 +29,25 @@ OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. iteration {
         (4, {"find_unused_parameters": True}, OUT_OF_STEP.format(5, 9)),
     ],
 )
-def test_backwards_in_another_order(first: int, settings: dict[str, Any], said: str, ranks: Ranks) -> None:
-    for rank, (*gradients, error) in enumerate(ranks(2).run(two_models_in_another_order, first, settings)):
-        assert gradients[:first] == [1.0] * first
-        assert str(error).startswith(f"rank {rank}: {said}")
-        assert "model 2 (Sequential) on rank 1" in error and "a process group of its own" in error
+@on_ranks(2)
+def test_backwards_in_another_order(first: int, settings: dict[str, Any], said: str) -> None:
+    """From some step on, rank 1 swaps the backwards."""
+    torch.manual_seed(0)
+    modules = nn.Linear(4, 4, bias=False), nn.Sequential(nn.Linear(4, 4, bias=False))
+    models = [ddp_compile(module, backend="aot_eager", **settings) for module in modules]
+    gradients = []
+    with pytest.raises(RanksDifferError) as raised:
+        for step in range(8):
+            losses = [model(torch.ones(1, 4)).sum() * (number + 1) for number, model in enumerate(models)]
+            in_other_order = dist.get_rank() == 1 and step >= first
+            for loss in reversed(losses) if in_other_order else losses:
+                loss.backward()
+            gradients.append(modules[0].weight.grad[0, 0].item())
+            modules[0].zero_grad()
+    assert gradients[:first] == [1.0] * first
+    error = str(raised.value)
+    assert error.startswith(f"rank {dist.get_rank()}: {said}")
+    assert "model 2 (Sequential) on rank 1" in error and "a process group of its own" in error
 
 
 class WithBuffer(nn.Linear):
@@ -132,28 +126,22 @@ def leave_a_forward_without_backward(group: dist.ProcessGroup) -> None:
         model(torch.ones(1, 4)).sum().backward()
 
 
-@torch.compiler.set_stance("force_eager")
-def differ_in_a_subgroup() -> list[str]:
-    """On rank 2, in process groups of ranks 1 and 2, whose own number for it is 1."""
-    said = []
+@on_ranks(3, eagerly=True)
+def test_subgroup_is_named_by_global_ranks() -> None:
+    """Ranks 1 and 2 differ in process groups, whose own numbers for them are 0 and 1."""
+    said, rank = [], dist.get_rank()
     for differ in (
-        lambda group: replicate_in(group, width=dist.get_rank()),
+        lambda group: replicate_in(group, width=rank),
         lambda group: register_another_hook(group, 0),
         lambda group: register_another_hook(group, 1),
         leave_a_forward_without_backward,
     ):
         group = dist.new_group([1, 2])
-        try:
-            if dist.get_rank() > 0:
+        if rank > 0:
+            with pytest.raises(DDPCompileError) as raised:
                 differ(group)
-            said.append("nothing")
-        except DDPCompileError as error:
-            said.append(str(error))
-    return said
-
-
-def test_subgroup_is_named_by_global_ranks(ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks(3).run(differ_in_a_subgroup)[1:], start=1):
+            said.append(str(raised.value))
+    if rank > 0:
         assert all(error.startswith(f"rank {rank}: ") for error in said)
         model, hook, later_hook, forward = said
         assert "float32[1, 4]" in model and " on rank 1 is " in model and " on rank 2. Build" in model

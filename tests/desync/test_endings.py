@@ -40,17 +40,6 @@ from ddp_compile.runtime.desync.rank_status import RankStatuses
 LATE_S = 2.0
 
 
-def finish_first(
-    rank: int, path: str, is_sharded: bool = False, before_the_end: Callable[[], None] = lambda: None
-) -> None:
-    """A script that ends after its last step; rank 1 takes its own after rank 0 has reached its last line."""
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    train_and_let_go(rank, Path(path), is_sharded)
-    before_the_end()
-    dist.destroy_process_group()
-    Path(path, f"rank {rank} is done").touch()
-
-
 def train_and_let_go(rank: int, path: Path, is_sharded: bool) -> None:
     torch.manual_seed(0)
     algorithm = GradientAllReduce() if is_sharded else LowPrecisionDecentralized()
@@ -89,9 +78,16 @@ def collect_in_a_fork() -> None:
         time.sleep(0.01)
 
 
-def finish_first_and_collect(rank: int, path: str, is_sharded: bool) -> None:
-    # A fork waits for parameters that are being gathered, and so for the other rank.
-    finish_first(rank, path, is_sharded, before_the_end=collect if is_sharded else collect_in_a_fork)
+def finish_first(rank: int, path: str, is_sharded: bool) -> None:
+    """A script that ends after its last step; rank 1 takes its own after rank 0 has reached its last line."""
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    train_and_let_go(rank, Path(path), is_sharded)
+    if is_sharded:  # a fork waits for parameters that are being gathered, and so for the other rank
+        collect()
+    else:
+        collect_in_a_fork()
+    dist.destroy_process_group()
+    Path(path, f"rank {rank} is done").touch()
     started = time.monotonic()
     collect()
     assert time.monotonic() - started < LATE_S, "the garbage collector has waited for another rank"
@@ -102,9 +98,7 @@ def finish_first_and_collect(rank: int, path: str, is_sharded: bool) -> None:
 @pytest.mark.parametrize("is_sharded", only([False], [False, True]), ids=["ring", "sharded"])
 def test_freed_model_lets_others_finish(is_sharded: bool, tmp_path: Path) -> None:
     with ThreadPoolExecutor() as threads:
-        runs = [
-            threads.submit(run_in_copy, finish_first_and_collect, rank, str(tmp_path), is_sharded) for rank in range(2)
-        ]
+        runs = [threads.submit(run_in_copy, finish_first, rank, str(tmp_path), is_sharded) for rank in range(2)]
     for run in runs:
         ended = run.result()
         assert (ended.exit_code, ended.stdout) == (0, "all are gone\n"), ended.stderr
