@@ -1,4 +1,4 @@
-"""Where a program trains: on which device and stream, on ranks or in one process."""
+"""Where a program trains: on which device and stream."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,25 +33,18 @@ PLACEMENTS = {
 
 @dataclass
 class Where:
-    """A device to train on; on CPU ranks and in one process models are not compiled."""
+    """A device to train on; on the CPU models are not compiled."""
 
     device: torch.device
-    is_alone: bool = False  #: one process, which has the batches of all ranks
 
     def replicate(self, module: nn.Module, **settings: Any) -> Any:
-        if self.is_alone:
-            return module
         backend = "aot_eager" if self.device.type != "cpu" else "eager"
         return ddp_compile(module, **{"backend": backend, "bucket_cap_mb": CAP_MB, **settings})
 
-    def batches(self, number: int) -> list[Tensor]:
-        """This rank's, or those of all ranks."""
-        ranks = range(dist.get_world_size()) if self.is_alone else [dist.get_rank()]
-        return [batch_of(number, rank).to(self.device) for rank in ranks]
-
-
-def batch_of(number: int, rank: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
+    def batch(self, number: int) -> Tensor:
+        """This rank's."""
+        generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        return torch.randn(ROWS, WIDTH, generator=generator).to(self.device)
 
 
 class Side:

@@ -1,20 +1,19 @@
 """Training programs on the pretend accelerator, and what each has to come to.
 
-A program trains on a `Where` and returns the parameters. Those that are expected come from one process with the whole
-batch or, if ranks do something else than average gradients, from the same program on CPU ranks that compile nothing.
+A program trains on a `Where` and returns the parameters. Expected are those of the same program on CPU ranks that
+compile nothing, which other tests compare with one process or with DistributedDataParallel.
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import device
 import torch
 import torch.distributed as dist
-from device_places import PLACEMENTS, WIDTH, Side, Where, batch_of, placed
+from device_places import PLACEMENTS, WIDTH, Side, Where, placed
 from models import TanhLayer
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
@@ -71,13 +70,8 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def loss_of(model: Any, batches: list[Tensor]) -> Tensor:
-    return torch.stack([model(x).square().mean() for x in batches]).mean()
-
-
-def sharded(optimizers: Any, model: Any, where: Where, is_sharded: bool = True) -> Any:
-    """One process has nothing to shard."""
-    return shard_optimizer(optimizers, model) if is_sharded and not where.is_alone else optimizers
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean()
 
 
 def train(
@@ -93,9 +87,9 @@ def train(
     """An ordinary loop; ``num_local`` backwards in ``no_sync`` come before the one that is averaged."""
     model = where.replicate(seeded(make, where), **settings)
     optimizers = optimizer(model.parameters())
-    if not where.is_alone:
-        prepare(model, optimizers)
-    step_all(where, model, sharded(optimizers, model, where, is_sharded), num_local, before_step)
+    prepare(model, optimizers)
+    optimizers = shard_optimizer(optimizers, model) if is_sharded else optimizers
+    step_all(where, model, optimizers, num_local, before_step)
     return values(model)
 
 
@@ -111,8 +105,8 @@ def step_all(
         model.step = step
         model.zero_grad()
         for i in range(num_local + 1):
-            with nullcontext() if where.is_alone or i == num_local else model.no_sync():
-                loss_of(model, where.batches(10 * step + i)).backward()
+            with nullcontext() if i == num_local else model.no_sync():
+                loss_of(model, where.batch(10 * step + i)).backward()
         before_step(model)
         for each in optimizers if isinstance(optimizers, list) else [optimizers]:
             each.step()
@@ -125,24 +119,20 @@ def compare_states(model: Any, optimizer: Any) -> None:
 
 
 def normalized(where: Where, is_sharded: bool = False, **settings: Any) -> Parameters:
-    """Micro-batches of fewer rows on rank 1. One process divides by the number of all rows."""
+    """Micro-batches of fewer rows on rank 1."""
     model = where.replicate(seeded(blocks, where), **settings)
-    stepped = sharded(sgd(model.parameters()), model, where, is_sharded)
-    num_micro = 2
+    optimizer = sgd(model.parameters())
+    optimizer = shard_optimizer(optimizer, model) if is_sharded else optimizer
     for step in range(NUM_STEPS):
-        stepped.zero_grad()
-        for i in range(num_micro):
-            batches = where.batches(10 * step + i)
-            first_rank = 0 if where.is_alone else dist.get_rank()
-            used = [x[: max(1, len(x) - first_rank - at)] for at, x in enumerate(batches)]
-            with nullcontext() if where.is_alone or i == num_micro - 1 else model.no_sync():
-                loss = torch.stack([model(x).square().sum() for x in used]).sum()
-                if where.is_alone:
-                    (loss / (num_micro * sum(map(len, used)))).backward()
-                else:
-                    model.normalize_by(torch.full((), len(used[0]), device=where.device), loss=loss)
-                    loss.backward()
-        stepped.step()
+        optimizer.zero_grad()
+        for is_last in (False, True):
+            x = where.batch(10 * step + is_last)
+            x = x[: len(x) - dist.get_rank()]
+            with nullcontext() if is_last else model.no_sync():
+                loss = model(x).square().sum()
+                model.normalize_by(torch.full((), len(x), device=where.device), loss=loss)
+                loss.backward()
+        optimizer.step()
     return values(model)
 
 
@@ -161,27 +151,21 @@ def power_sgd_state() -> Any:
 def with_grad_scaler(where: Where, is_sharded: bool = False) -> Parameters:
     """Autocast to bfloat16. In the third step rank 1 alone has an infinite gradient, and all ranks skip the step."""
     model = where.replicate(seeded(blocks, where))
-    optimizer = sharded(sgd(model.parameters()), model, where, is_sharded)
+    optimizer = sgd(model.parameters())
+    optimizer = shard_optimizer(optimizer, model) if is_sharded else optimizer
     scaler = torch.amp.GradScaler(where.device.type, init_scale=16.0)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
-        batches = where.batches(step)
-        if step == 2 and (where.is_alone or dist.get_rank() == 1):
-            batches[-1] = batches[-1] * float("inf")
+        x = where.batch(step)
+        if step == 2 and dist.get_rank() == 1:
+            x = x * float("inf")
         with torch.autocast(where.device.type, dtype=torch.bfloat16):
-            loss = loss_of(lambda x: model(x).float(), batches)
+            loss = loss_of(lambda x: model(x).float(), x)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 8.0, "one step was skipped"
     return values(model)
-
-
-def clip(model: Any) -> None:
-    if hasattr(model, "clip_grad_norm_"):
-        model.clip_grad_norm_(0.01)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
 def muon(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -206,7 +190,7 @@ def joined(where: Where) -> Parameters:
     with model.join():
         for step in range(3 + 2 * dist.get_rank()):
             optimizer.zero_grad()
-            loss_of(model, where.batches(step)).backward()
+            loss_of(model, where.batch(step)).backward()
             optimizer.step()
     return values(model)
 
@@ -220,37 +204,39 @@ def evaluated_between(where: Where) -> Parameters:
 
     def evaluate() -> None:
         with other.after_current(), torch.no_grad():
-            sums.append(sum(model(batch_of(-1, rank).to(where.device)).sum() for rank in range(dist.get_world_size())))
+            sums.append(model(where.batch(-1)).sum())
             torch._foreach_lerp_(averaged, list(model.parameters()), 0.5)
         other.before_current()
 
-    step_all(where, model, sharded(adam(model.parameters()), model, where), after_step=evaluate)
+    step_all(where, model, shard_optimizer(adam(model.parameters()), model), after_step=evaluate)
     return [*values(model), *(average.cpu() for average in averaged), *(each.cpu() for each in sums)]
 
 
 def asynchronous(where: Where) -> Parameters:
-    """The rounds come at random times; in the end the ranks are equal, and not far from where one process comes to."""
+    """The rounds come at random times; in the end the ranks are not far from where averaged gradients come to."""
+    if where.device.type == "cpu":
+        return train(where)
     model = where.replicate(seeded(blocks, where), algorithm=AsyncModelAverage(sync_interval_ms=1, warmup_steps=2))
     step_all(where, model, sgd(model.parameters()))
-    if not where.is_alone:
-        model.comm_algorithm.abort()
+    model.comm_algorithm.abort()
     return values(model)
 
 
 def measured(where: Where) -> Parameters:
     """Times come from the events of streams, and training stays what it is."""
+    if where.device.type == "cpu":
+        return train(where)
     model = where.replicate(seeded(blocks, where))
-    measurement = None if where.is_alone else model.measure(steps=3)
+    measurement = model.measure(steps=3)
     step_all(where, model, sgd(model.parameters()))
-    if measurement is not None:
-        report = measurement.report()
-        assert len(report.steps) == 3
-        for step in report.steps:
-            for rank in step.ranks:
-                assert len(rank.transfers) == len(model.bucket_plan.buckets)
-                for transfer in rank.transfers:
-                    assert rank.began <= transfer.ready <= transfer.launched
-                    assert transfer.done is None or transfer.launched <= transfer.done <= rank.ended
+    report = measurement.report()
+    assert len(report.steps) == 3
+    for step in report.steps:
+        for rank in step.ranks:
+            assert len(rank.transfers) == len(model.bucket_plan.buckets)
+            for transfer in rank.transfers:
+                assert rank.began <= transfer.ready <= transfer.launched
+                assert transfer.done is None or transfer.launched <= transfer.done <= rank.ended
     return values(model)
 
 
@@ -274,13 +260,14 @@ def without_dlpack(where: Where, is_sharded: bool = False) -> Parameters:
 def steady(where: Where, is_sharded: bool = False, **settings: Any) -> Parameters:
     """In the steady state the host waits for nothing."""
     model = where.replicate(seeded(blocks, where), **settings)
-    optimizer = sharded(sgd(model.parameters()), model, where, is_sharded)
+    optimizer = sgd(model.parameters())
+    optimizer = shard_optimizer(optimizer, model) if is_sharded else optimizer
     waits = []
     for step in range(NUM_STEPS + 4):  # agreement points are at 1, 2, 4 and 8
         optimizer.zero_grad()
-        batches = where.batches(step)
+        x = where.batch(step)
         before = host_waits()
-        loss_of(model, batches).backward()
+        loss_of(model, x).backward()
         optimizer.step()
         waits.append(host_waits() - before)
     assert where.device.type == "cpu" or waits[-2:] == [0, 0], f"the host waited in steps: {waits}"
@@ -291,64 +278,56 @@ def host_waits() -> int:
     return device.extension().counts()["host_waits"]
 
 
-@dataclass(frozen=True)
-class Program:
-    """A program, and the oracle: ``expected`` is "one process" with all batches, or "CPU ranks"."""
-
+class Program(NamedTuple):
     run: Callable[[Where], Parameters]
-    expected: str = "one process"
     tolerance: float = 2e-6  # of the largest absolute difference of a parameter
 
 
-def averaging(tolerance: float = 2e-6, **settings: Any) -> Program:
-    return Program(partial(train, **settings), tolerance=tolerance)
-
-
-def as_on_cpu(run: Callable[[Where], Parameters], tolerance: float = 2e-6) -> Program:
-    return Program(run, "CPU ranks", tolerance)
+def ordinary(tolerance: float = 2e-6, **settings: Any) -> Program:
+    return Program(partial(train, **settings), tolerance)
 
 
 DILOCO = DiLoCo(sync_every=2, fragments=2, fragment_sync_delay=1, fragment_update_alpha=0.5)
 BACKWARD, FORWARD = {"split": "backward"}, {"split": "forward"}
 PROGRAMS = {
-    "backward split": averaging(**BACKWARD),
-    "forward split": averaging(**FORWARD),
-    "regions": averaging(regions=[TanhLayer]),
-    "eager": averaging(backend="eager"),
-    "static graph": averaging(static_graph=True, **BACKWARD),
-    "unused parameters": averaging(make=Unused, find_unused_parameters=True),
-    "gradients of their own": averaging(gradient_as_bucket_view=False),
-    "lazy buckets": averaging(lazy_bucket_allocation=True),
-    "accumulation": averaging(num_local=2),
-    "clipped": averaging(before_step=clip),
-    "states compared": averaging(optimizer=adam, prepare=compare_states),
+    "backward split": ordinary(**BACKWARD),
+    "forward split": ordinary(**FORWARD),
+    "regions": ordinary(regions=[TanhLayer]),
+    "eager": ordinary(backend="eager"),
+    "static graph": ordinary(static_graph=True, **BACKWARD),
+    "unused parameters": ordinary(make=Unused, find_unused_parameters=True),
+    "gradients of their own": ordinary(gradient_as_bucket_view=False),
+    "lazy buckets": ordinary(lazy_bucket_allocation=True),
+    "accumulation": ordinary(num_local=2),
+    "clipped": ordinary(before_step=lambda model: model.clip_grad_norm_(0.01)),
+    "states compared": ordinary(optimizer=adam, prepare=compare_states),
     "normalized": Program(partial(normalized, **BACKWARD)),
     "normalized, sharded": Program(partial(normalized, is_sharded=True)),
     "grad scaler": Program(with_grad_scaler, tolerance=1e-3),
     "allreduce hook": Program(partial(with_hook, hook=default_hooks.allreduce_hook)),
-    "fp16 hook": as_on_cpu(partial(with_hook, hook=default_hooks.fp16_compress_hook), 1e-5),
-    "PowerSGD hook": as_on_cpu(partial(with_hook, hook=powerSGD_hook.powerSGD_hook, state=power_sgd_state), 1e-4),
-    "wire dtype": as_on_cpu(partial(train, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)), 1e-4),
-    "hierarchical": averaging(algorithm=GradientAllReduce(hierarchical=True)),
-    "sums at the owner": as_on_cpu(partial(train, algorithm=GradientAllReduce(reproducible=True))),
-    "ByteGrad": as_on_cpu(partial(train, algorithm=ByteGrad()), 1e-4),
-    "QAdam": as_on_cpu(with_q_adam, 1e-4),
-    "decentralized": as_on_cpu(partial(train, algorithm=Decentralized())),
-    "shift one": as_on_cpu(partial(train, algorithm=Decentralized(peer_selection="shift_one"))),
-    "ring": as_on_cpu(partial(train, algorithm=LowPrecisionDecentralized()), 1e-4),
-    "local SGD": as_on_cpu(partial(train, algorithm=LocalSGD(period=2))),
-    "DiLoCo": as_on_cpu(partial(train, algorithm=DILOCO)),
+    "fp16 hook": Program(partial(with_hook, hook=default_hooks.fp16_compress_hook), 1e-5),
+    "PowerSGD hook": Program(partial(with_hook, hook=powerSGD_hook.powerSGD_hook, state=power_sgd_state), 1e-4),
+    "wire dtype": ordinary(algorithm=GradientAllReduce(wire_dtype=torch.bfloat16), tolerance=1e-4),
+    "hierarchical": ordinary(algorithm=GradientAllReduce(hierarchical=True)),
+    "sums at the owner": ordinary(algorithm=GradientAllReduce(reproducible=True)),
+    "ByteGrad": ordinary(algorithm=ByteGrad(), tolerance=1e-4),
+    "QAdam": Program(with_q_adam, 1e-4),
+    "decentralized": ordinary(algorithm=Decentralized()),
+    "shift one": ordinary(algorithm=Decentralized(peer_selection="shift_one")),
+    "ring": ordinary(algorithm=LowPrecisionDecentralized(), tolerance=1e-4),
+    "local SGD": ordinary(algorithm=LocalSGD(period=2)),
+    "DiLoCo": ordinary(algorithm=DILOCO),
     "asynchronous average": Program(asynchronous, tolerance=0.05),
-    "join": as_on_cpu(joined),
+    "join": Program(joined),
     "measured": Program(measured),
-    "sharded": averaging(is_sharded=True, **BACKWARD),
-    "sharded, forward split": averaging(is_sharded=True, **FORWARD),
-    "sharded AdamW": averaging(is_sharded=True, optimizer=adam),
-    "sharded, static graph": averaging(is_sharded=True, static_graph=True, **BACKWARD),
-    "sharded, clipped": averaging(is_sharded=True, before_step=clip),
+    "sharded": ordinary(is_sharded=True, **BACKWARD),
+    "sharded, forward split": ordinary(is_sharded=True, **FORWARD),
+    "sharded AdamW": ordinary(is_sharded=True, optimizer=adam),
+    "sharded, static graph": ordinary(is_sharded=True, static_graph=True, **BACKWARD),
+    "sharded, clipped": ordinary(is_sharded=True, before_step=lambda model: model.clip_grad_norm_(0.01)),
     "sharded, grad scaler": Program(partial(with_grad_scaler, is_sharded=True), tolerance=1e-3),
     "sharded, read on another stream": Program(evaluated_between, tolerance=1e-5),
-    "sharded Muon": averaging(is_sharded=True, optimizer=muon, tolerance=1e-4),
+    "sharded Muon": ordinary(is_sharded=True, optimizer=muon, tolerance=1e-4),
     "inductor": Program(with_inductor, tolerance=1e-5),
     "inductor, regions": Program(partial(with_inductor, regions=[TanhLayer]), tolerance=1e-5),
     "inductor, sharded": Program(partial(with_inductor, is_sharded=True), tolerance=1e-5),
@@ -362,13 +341,8 @@ PROGRAMS = {
 def perform(name: str, placement: str) -> float:
     """The largest difference of a parameter of this rank to what is expected; infinite if one is NaN."""
     program = PROGRAMS[name]
-    is_alone = program.expected == "one process"
-    expected = program.run(Where(torch.device("cpu"), is_alone))
+    expected = program.run(Where(torch.device("cpu")))
     with placed(PLACEMENTS[placement]) as where:
         found = program.run(where)
-    return largest_difference(found, expected)
-
-
-def largest_difference(found: Parameters, expected: Parameters) -> float:
     differences = [(a - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
     return max(each if each == each else float("inf") for each in differences)

@@ -1,4 +1,4 @@
-"""Training on the pretend accelerator, beside one process, CPU ranks, or DistributedDataParallel on the CPU."""
+"""Training on the pretend accelerator, beside CPU ranks or DistributedDataParallel on the CPU."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
