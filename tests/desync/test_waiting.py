@@ -70,11 +70,6 @@ def after_one_iteration(model: nn.Module, on_rank_1: Callable[[Any], object]) ->
     forward_and_backward(model)
 
 
-def model_with_buffers(group: dist.ProcessGroup) -> nn.Module:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
-    return ddp_compile(model, process_group=group, backend="eager")
-
-
 def replicate_on_rank_0(group: dist.ProcessGroup) -> None:
     if dist.get_rank() == 0:
         make_model(group)
@@ -86,7 +81,8 @@ def replicate_again_on_rank_0(group: dist.ProcessGroup) -> None:
 
 
 def forward_once_more_with_buffers(group: dist.ProcessGroup) -> None:
-    after_one_iteration(model_with_buffers(group), lambda model: model(some_rows()))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    after_one_iteration(ddp_compile(model, process_group=group, backend="eager"), lambda model: model(some_rows()))
 
 
 def stop_early(group: dist.ProcessGroup) -> None:
@@ -140,12 +136,6 @@ def measure_on_rank_1(group: dist.ProcessGroup) -> None:
     after_one_iteration(make_model(group), measure_late)
 
 
-def late_for_the_broadcast(group: dist.ProcessGroup) -> None:
-    model = model_with_buffers(group)
-    if dist.get_rank() == 1:
-        model(some_rows())
-
-
 @pytest.fixture(scope="module")
 def said_by_ranks(
     shared_inductor_cache: Path, request: pytest.FixtureRequest
@@ -162,11 +152,8 @@ def said_by_ranks(
         finally:
             pools.put(pool)
 
-    selected = [
-        item.callspec.params["scenario"] if hasattr(item, "callspec") else late_for_the_broadcast
-        for item in request.session.items
-        if "said_by_ranks" in item.fixturenames
-    ]
+    items = [item for item in request.session.items if "said_by_ranks" in item.fixturenames]
+    selected = [item.callspec.params["scenario"] for item in items]
     with ThreadPoolExecutor(NUM_POOLS) as executor:
         yield {scenario: executor.submit(run, scenario) for scenario in selected}
     while not pools.empty():
@@ -180,7 +167,11 @@ def said_by_ranks(
         (replicate_again_on_rank_0, "ddp_compile() of Mlp has returned", "nothing"),
         (evaluate_for_long, "evaluation forward 1 has returned", "nothing"),
         (compile_for_long, "training forward 1, compiling 0/0", "BackendCompilerFailed"),
-        (forward_once_more_with_buffers, "training forward 3, broadcast of buffers: failed", "ReductionError"),
+        (
+            forward_once_more_with_buffers,
+            "training forward 3, broadcast of buffers: failed",
+            "ReductionError: rank 1: the broadcast of 3 buffers from rank 0",
+        ),
         (stop_early, "iteration 2 is over", "nothing"),
         (raise_in_forward, "training forward 2: raised KeyError: 'bad sample'", "KeyError"),
         pytest.param(raise_in_backward, "backward of iteration 2", "ValueError", marks=pytest.mark.long),
@@ -199,11 +190,3 @@ def test_error_says_where_ranks_stand(
     assert "failed" in rows[0] and culprit_stood in rows[1]
     if scenario is raise_in_forward:
         assert "bucket 0" in waiting and "layers.1.bias" in waiting
-
-
-def test_failed_broadcast_of_buffers(said_by_ranks: dict[Scenario, Future[list[str]]]) -> None:
-    late, waiting = said_by_ranks[late_for_the_broadcast].result()
-    assert late == "nothing"
-    assert waiting.startswith("ReductionError: rank 1: the broadcast of 3 buffers from rank 0")
-    assert "before the first forward\n" in waiting
-    assert waiting.endswith("training forward 1, broadcast of buffers: failed")

@@ -1,6 +1,6 @@
 """Trains for many steps, and makes and drops many models, while memory, threads, descriptors and times must stay flat.
 
-    python tests/soak/soak.py [--steps 20000] [--models 100] [--ways default,sharded,asynchronous]
+    python tests/soak/soak.py [--steps 20000] [--models 100] [--ways default sharded asynchronous]
 
 Two ranks train a small compiled model on the CPU. A way to train is one run of ``--steps`` steps. Its figures are those
 of rank 0 after each quarter: resident memory, threads, file descriptors, process groups, and the median step of the
@@ -178,14 +178,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--models", type=int, default=100)
-    parser.add_argument("--ways", default=",".join(WAYS), help="'none' to make models only")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=[*WAYS], help="none to make models only")
     arguments = parser.parse_args()
-    names = [name for name in arguments.ways.split(",") if name != "none"]
-    if unknown := [name for name in names if name not in WAYS]:
-        parser.error(f"--ways {','.join(unknown)} is not known; pass some of {','.join(WAYS)}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     status = 0
-    for name, amount in [*((name, arguments.steps) for name in names), ("models", arguments.models)]:
+    for name, amount in [*((name, arguments.steps) for name in arguments.ways), ("models", arguments.models)]:
         found, wrong = soak(name, amount)
         print(f"{name}, {amount} {'models' if name == 'models' else 'steps'}")
         rows = [(f"{number} of {NUM_QUARTERS}", *each) for number, each in enumerate(found, start=1)]
