@@ -9,6 +9,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import pytest
@@ -102,12 +103,10 @@ def raise_user_error(*_: Any) -> None:
 
 
 def raise_in_hook_on_the_first_gradient(model: Any) -> None:
-    handles = [parameter.register_hook(raise_user_error) for parameter in model.d.parameters()]
-    try:
+    with ExitStack() as hooks:
+        for parameter in model.d.parameters():
+            hooks.enter_context(parameter.register_hook(raise_user_error))
         loss_of(model(batch(1))).backward()
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def press_ctrl_c(model: Any) -> None:
@@ -118,11 +117,8 @@ def press_ctrl_c(model: Any) -> None:
         for _ in range(1000):  # the signal is noticed between two of them, and would not end a long one
             time.sleep(0.01)
 
-    handle = model.b.weight.register_post_accumulate_grad_hook(hook)
-    try:
+    with model.b.weight.register_post_accumulate_grad_hook(hook):
         loss_of(model(batch(1))).backward()
-    finally:
-        handle.remove()
 
 
 def raise_in_comm_hook(model: Any) -> None:

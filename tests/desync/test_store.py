@@ -113,17 +113,13 @@ def compare_all(ranks: list[AgreementPoints]) -> list[Exception | None]:
     return on_threads([functools.partial(compare, points) for points in ranks])
 
 
-def two_models_on_each_rank() -> list[tuple[AgreementPoints, AgreementPoints]]:
-    store = dist.HashStore()
-    orders = [ModelOrder(store_of(store)) for _ in range(2)]
-    owns = [[ModelOrder(order.store, f"own/{model}/") for model in "ab"] for order in orders]
-    return [
-        tuple(
-            AgreementPoints(order, own, model, rank, range(2), "raise")
-            for model, own in zip("ab", owns[rank], strict=True)
-        )  # type: ignore[misc]
-        for rank, order in enumerate(orders)
-    ]
+def two_models_on_each_rank() -> list[list[AgreementPoints]]:
+    store, ranks = dist.HashStore(), []
+    for rank in range(2):
+        order = ModelOrder(store_of(store))
+        owns = {model: ModelOrder(order.store, f"own/{model}/") for model in "ab"}
+        ranks.append([AgreementPoints(order, own, model, rank, range(2), "raise") for model, own in owns.items()])
+    return ranks
 
 
 def test_models_with_own_groups() -> None:

@@ -4,6 +4,7 @@ import copy
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -292,16 +293,12 @@ def one_process() -> None:
     use(new_accelerator())
 
 
-def with_state(**state: Any) -> Callable[[], None]:
+def with_state(**state: Any) -> None:
     """Use an accelerator in a state that plugins would set, which need GPUs."""
-
-    def use_it() -> None:
-        accelerator = new_accelerator()
-        for name, value in state.items():
-            setattr(accelerator.state, name, value)
-        use(accelerator)
-
-    return use_it
+    accelerator = new_accelerator()
+    for name, value in state.items():
+        setattr(accelerator.state, name, value)
+    use(accelerator)
 
 
 def too_old() -> None:
@@ -336,11 +333,14 @@ def replicated() -> nn.Module:
 
 CASES: list[tuple[Callable[[], Any], str]] = [
     (one_process, r"rank .: .*one process \(DistributedType.NO\).*cpu=True.*leave out use\(\)"),
-    (with_state(distributed_type=DistributedType("FSDP")), "distributed_type=FSDP, which shards.*leave out its plugin"),
-    (with_state(distributed_type=DistributedType("DEEPSPEED")), "distributed_type=DEEPSPEED"),
-    (with_state(distributed_type=DistributedType("MEGATRON_LM")), "distributed_type=MEGATRON_LM"),
-    (with_state(parallelism_config=object()), "parallelism_config.*leave out parallelism_config"),
-    (with_state(_mixed_precision="fp8"), "mixed_precision='fp8'.*use 'bf16'"),
+    (
+        partial(with_state, distributed_type=DistributedType("FSDP")),
+        "distributed_type=FSDP, which shards.*leave out its plugin",
+    ),
+    (partial(with_state, distributed_type=DistributedType("DEEPSPEED")), "distributed_type=DEEPSPEED"),
+    (partial(with_state, distributed_type=DistributedType("MEGATRON_LM")), "distributed_type=MEGATRON_LM"),
+    (partial(with_state, parallelism_config=object()), "parallelism_config.*leave out parallelism_config"),
+    (partial(with_state, _mixed_precision="fp8"), "mixed_precision='fp8'.*use 'bf16'"),
     (too_old, r"accelerate \d.* is older than 99.0; pip install -U accelerate"),
     (
         lambda: use(new_accelerator(dynamo_backend="inductor")),

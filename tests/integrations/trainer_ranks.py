@@ -45,11 +45,7 @@ def new_model() -> PreTrainedModel:
 
 
 def new_trainer(
-    ours: bool,
-    folder: str | Path,
-    model: nn.Module | None = None,
-    model_init: Callable[[], nn.Module] | None = None,
-    **settings: Any,
+    ours: bool, folder: str | Path, model_init: Callable[[], nn.Module] | None = None, **settings: Any
 ) -> Trainer:
     """A Trainer over six steps of two micro-batches on the CPU, that evaluates and saves after each third."""
     forget_state()
@@ -69,7 +65,7 @@ def new_trainer(
         "use_cpu": True,
     }
     training = TrainingArguments(output_dir=str(folder), **{**defaults, **settings})
-    model = new_model() if model is None and model_init is None else model
+    model = new_model() if model_init is None else None
     trainer = Trainer(model, training, model_init=model_init, train_dataset=Counting(80), eval_dataset=Counting(10))
     if ours:
         use(trainer, backend="aot_eager", bucket_cap_mb=0.01)

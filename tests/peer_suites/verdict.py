@@ -1,7 +1,7 @@
 """The verdict on a test that has ended, given the list of those that do not apply."""
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +49,3 @@ def judge(passed: bool, error: str, listed: Listed | None, passes_eagerly: Calla
     if listed.kind == COMPILED and not passes_eagerly():
         return FAILED, f"{LIST.name} says that compiled graphs do so, but it fails with backend='eager' as well"
     return listed.kind, listed.why
-
-
-def lines_without_test(listed: Mapping[str, Listed], passed_by_ddp: set[str]) -> list[str]:
-    """Lines of the list that are about no test that DistributedDataParallel passes here."""
-    return [name for name in listed if name not in passed_by_ddp]

@@ -19,14 +19,11 @@ BACKEND = "accl"
 BACKENDS = f"cpu:gloo,{DEVICE}:{BACKEND}"
 
 
-def load(num_devices: int = 2) -> Any:
-    """Compile the device if need be, and register it and its backend.
+def load() -> Any:
+    """Compile the device if need be, and register two of it and its backend.
 
     Its streams can be reached by `torch.accelerator` and `torch.Stream` only, as those of torch's own reference device:
     ``torch.acc`` has no ``Stream``, ``Event``, ``current_stream`` and ``stream``, as ``torch.cuda`` does.
-
-    Args:
-        num_devices: Number of devices in this process.
 
     Returns:
         The extension module. ``counts()`` has numbers of host waits, poisoned blocks and calls of record_stream;
@@ -37,7 +34,6 @@ def load(num_devices: int = 2) -> Any:
     if folder not in sys.path:
         sys.path.append(folder)
     torch.utils.rename_privateuse1_backend(DEVICE)
-    extension().set_num_devices(num_devices)
     extension().register_hooks()
     torch._register_device_module(DEVICE, _device_module(extension()))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -303,10 +303,6 @@ PYBIND11_MODULE(pretend_accelerator_C, m) {
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "Group")
       .def(py::init<c10::intrusive_ptr<c10d::Backend>, int, int>());
   m.def("register_hooks", &register_hooks);
-  m.def("set_num_devices", [](int number) {
-    TORCH_CHECK(0 < number && number <= kMostDevices, "num_devices=", number, " must be 1 to ", int(kMostDevices));
-    num_devices = number;
-  });
   m.def("num_devices", [] { return int(num_devices); });
   m.def("current_device", [] { return int(current.device); });
   m.def("set_pauses", [](int longest_us, int one_of) {
