@@ -79,17 +79,15 @@ def train(
     make: Callable[[], nn.Module] = blocks,
     optimizer: Callable[[Any], Any] = sgd,
     is_sharded: bool = False,
-    num_local: int = 0,
     prepare: Callable[[Any, Any], object] = lambda model, optimizers: None,
     before_step: Callable[[Any], object] = lambda model: None,
     **settings: Any,
 ) -> Parameters:
-    """An ordinary loop; ``num_local`` backwards in ``no_sync`` come before the one that is averaged."""
     model = where.replicate(seeded(make, where), **settings)
     optimizers = optimizer(model.parameters())
     prepare(model, optimizers)
     optimizers = shard_optimizer(optimizers, model) if is_sharded else optimizers
-    step_all(where, model, optimizers, num_local, before_step)
+    step_all(where, model, optimizers, before_step)
     return values(model)
 
 
@@ -97,16 +95,14 @@ def step_all(
     where: Where,
     model: Any,
     optimizers: Any,
-    num_local: int = 0,
     before_step: Callable[[Any], object] = lambda model: None,
     after_step: Callable[[], object] = lambda: None,
 ) -> None:
+    """An ordinary loop."""
     for step in range(NUM_STEPS):
         model.step = step
         model.zero_grad()
-        for i in range(num_local + 1):
-            with nullcontext() if i == num_local else model.no_sync():
-                loss_of(model, where.batch(10 * step + i)).backward()
+        loss_of(model, where.batch(step)).backward()
         before_step(model)
         for each in optimizers if isinstance(optimizers, list) else [optimizers]:
             each.step()
@@ -298,7 +294,6 @@ PROGRAMS = {
     "unused parameters": ordinary(make=Unused, find_unused_parameters=True),
     "gradients of their own": ordinary(gradient_as_bucket_view=False),
     "lazy buckets": ordinary(lazy_bucket_allocation=True),
-    "accumulation": ordinary(num_local=2),
     "clipped": ordinary(before_step=lambda model: model.clip_grad_norm_(0.01)),
     "states compared": ordinary(optimizer=adam, prepare=compare_states),
     "normalized": Program(partial(normalized, **BACKWARD)),
