@@ -145,17 +145,15 @@ def many_buckets() -> StepReport:
 
 
 def reduce(
-    bucket: int, launched: float, done: float | None, waited_from: float, until: float, **other: Any
+    bucket: int, launched: float, done: float | None, waited_from: float | None, until: float | None, **other: Any
 ) -> Transfer:
     """A reduction whose launch takes no time."""
     fields = {"kind": "reduce", "num_bytes": 400, "ready": launched, "launch_returned": launched, **other}
     return Transfer(bucket=bucket, launched=launched, done=done, waited_from=waited_from, waited_until=until, **fields)
 
 
-def rank_step(
-    rank: int, *transfers: Transfer, began: float = 0.0, ended: float = 0.1, drained_s: float = 0.0
-) -> RankStep:
-    return RankStep(rank=rank, began=began, backward_began=0.03, ended=ended, transfers=transfers, drained_s=drained_s)
+def rank_step(rank: int, *transfers: Transfer, ended: float = 0.1, drained_s: float = 0.0) -> RankStep:
+    return RankStep(rank=rank, began=0.0, backward_began=0.03, ended=ended, transfers=transfers, drained_s=drained_s)
 
 
 def step_with_late_rank(number: int = 7) -> Step:

@@ -75,18 +75,11 @@ def text_of(node: ast.AST) -> str | None:
     return None
 
 
-def texts() -> list[str]:
-    trees = [ast.parse(path.read_text()) for path in SOURCES]
-    return [text for tree in trees for node in ast.walk(tree) if (text := text_of(node)) is not None]
-
-
-def quoted_messages() -> list[str]:
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
-    return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
-
-
 def test_messages_of_the_page() -> None:
-    said, quoted = "\n".join(texts()), quoted_messages()
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    said = "\n".join(text for node in nodes if (text := text_of(node)) is not None)
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
     assert len(quoted) > 30
     patterns = {message: ".*".join(map(re.escape, message.split(ANYTHING))) for message in quoted}
     assert [message for message, pattern in patterns.items() if not re.search(pattern, said)] == []

@@ -59,11 +59,8 @@ def test_json_and_back() -> None:
     ("change", "says"),
     [
         ({"version": 1}, "has JSON version 1, but this version of ddp_compile reads 3"),
-        ({"model": 3}, "explanation.model is 3, not a str"),
         ({"launches": [{"bucket": 0, "is_early": True}]}, r"explanation.launches\[0\] lacks \['when'\]"),
-        ({"more": 1}, r"explanation has \['more'\]"),
         ({"plan": {}}, "bucket plan is malformed"),
-        ({"settings": "split"}, "explanation.settings is 'split', not a list"),
     ],
 )
 def test_malformed_json(change: dict[str, object], says: str) -> None:

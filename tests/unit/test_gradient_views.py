@@ -34,16 +34,6 @@ def test_holders(take: object) -> None:
     assert views.are_free()
 
 
-def test_held_gradient() -> None:
-    views = GradientViews(places_in(torch.zeros(40)))
-    parameter = Parameter(torch.zeros(3, 4))
-    parameter.grad = held = views.tensors[0]
-    assert views.make_free([parameter.grad, *[None] * 5])
-    parameter.grad = None
-    assert not views.make_free([None] * 6)
-    assert held is views.tensors[0]
-
-
 def test_gradient_with_other_memory() -> None:
     flat = torch.zeros(40)
     views = GradientViews(places_in(flat))

@@ -1,8 +1,8 @@
 """Records on a device with streams, whose events have times that are known later."""
 
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,20 +28,11 @@ class SlowDevice(streams.Backend):
     def has_streams(self, device: torch.device) -> bool:
         return True
 
-    def current(self, device: torch.device) -> str:
-        return "stream"
-
     def new(self, device: torch.device) -> str:
         return "side stream"
 
     def on(self, stream: Any) -> Any:
         return nullcontext()
-
-    def record(self, device: torch.device) -> object:
-        return object()
-
-    def wait(self, device: torch.device, event: object) -> None:
-        pass
 
     def record_timed(self, device: torch.device) -> int:
         self.num_recorded += 1
@@ -69,10 +60,10 @@ class Work(dist.Work):
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
+def device(monkeypatch: pytest.MonkeyPatch) -> SlowDevice:
     device = SlowDevice()
     monkeypatch.setattr(streams, "backend", device)
-    yield device
+    return device
 
 
 def run_step(records: StepRecords, plan: Any, work: object) -> None:
@@ -147,31 +138,25 @@ def test_waits_that_block_the_host(device: SlowDevice) -> None:
     assert work.num_waits == 0 and records.read_all()[0].transfers[0].done == []
 
 
-class Hook:
-    def __init__(self) -> None:
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
-        self.works = [self.future]
-
-
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_future_of_a_device_hook(device: SlowDevice, is_complete: bool) -> None:
-    records, hook = records_of(blocks_host=False), Hook()
+    records, future = records_of(blocks_host=False), torch.futures.Future()
     if is_complete:
-        hook.future.set_result(None)
-    run_step(records, PLAN, hook)
+        future.set_result(None)
+    run_step(records, PLAN, SimpleNamespace(works=[future]))
     (transfer,) = records.read_all()[0].transfers
     assert (transfer.done != []) == is_complete
     assert not is_complete or transfer.launch_returned < transfer.done[0] < transfer.waited_from
 
 
 def test_callback_after_the_wait() -> None:
-    records, hook = records_of(blocks_host=True), Hook()
+    records, future = records_of(blocks_host=True), torch.futures.Future()
     records.iteration_begins(0)
     records.forward_begins()
     transfer = records.launch_begins("reduce", 0, 400)
-    records.launch_ends(transfer, hook)
+    records.launch_ends(transfer, SimpleNamespace(works=[future]))
     records.wait_ends(records.wait_begins("reduce", 0))
-    hook.future.set_result(None)
+    future.set_result(None)
     assert len(transfer.done) == 1 and transfer.done[0] > transfer.waited_until
     records.gradients_are_handed_over()
     records.iteration_ends(PLAN)
