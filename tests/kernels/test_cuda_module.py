@@ -65,30 +65,27 @@ class FakeCompiler:
 
     version = "13.0"
     architectures = (80, 90, 100)
-    compiled: list[str]
 
     def target(self, capability: tuple[int, int]) -> str:
         return "sm_{}{}".format(*capability)
 
     def compile(self, program: Program, target: str) -> bytes:
-        self.compiled.append(program.name)
         return f"{program.name} for {target}".encode()
 
 
 @pytest.fixture
-def cuda_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeCompiler]]:
+def cuda_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine on which torch sees a device; with a compiler and a driver that only pretend."""
     properties = SimpleNamespace(name="Device X", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda ordinal: properties)
-    compiler = type("OneFakeCompiler", (FakeCompiler,), {"compiled": []})
-    monkeypatch.setattr(module, "Compiler", compiler)
+    monkeypatch.setattr(module, "Compiler", FakeCompiler)
     monkeypatch.setattr(module, "CudaDriver", CountingDriver)
     monkeypatch.setattr(module, "_devices", {})
     executors.available.cache_clear()
-    yield compiler
+    yield
     executors.available.cache_clear()
 
 
@@ -120,7 +117,7 @@ def reason_of_the_reference(caplog: pytest.LogCaptureFixture) -> str:
 
 @pytest.mark.parametrize(("version", "is_too_old"), [(12000, True), (12010, False), (13000, False)])
 def test_old_driver_is_not_used(
-    cuda_machine: type[FakeCompiler],
+    cuda_machine: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     version: int,
@@ -140,19 +137,19 @@ def test_old_driver_is_not_used(
 
 
 def test_old_compiler_is_not_used(
-    cuda_machine: type[FakeCompiler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cuda_machine: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def compile_small(self: FakeCompiler, program: Program, target: str) -> bytes:
         if program.header == "move.cuh":
             raise KernelUnavailableError(f"cannot compile {program.name}: Formal parameter space overflowed")
         return b""
 
-    monkeypatch.setattr(cuda_machine, "compile", compile_small)
+    monkeypatch.setattr(FakeCompiler, "compile", compile_small)
     assert reason_of_the_reference(caplog) == f"cannot compile {LARGEST}: Formal parameter space overflowed"
 
 
 def test_cuda_needs_the_library(
-    cuda_machine: type[FakeCompiler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cuda_machine: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse() -> None:
         raise KernelUnavailableError("the C++ library was not built")
@@ -164,10 +161,7 @@ def test_cuda_needs_the_library(
 
 @pytest.mark.parametrize("unsupported", [0, 1])
 def test_each_device_for_itself(
-    cuda_machine: type[FakeCompiler],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    unsupported: int,
+    cuda_machine: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unsupported: int
 ) -> None:
     """Whichever of two devices is the current one, and whichever was asked for first."""
 
@@ -176,7 +170,7 @@ def test_each_device_for_itself(
         return SimpleNamespace(name=f"Device {ordinal}", major=major, minor=0, multi_processor_count=132)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
-    monkeypatch.setattr(cuda_machine, "target", Compiler.target)
+    monkeypatch.setattr(FakeCompiler, "target", Compiler.target)
     for ordinal in (0, 1, 0, 1):
         expected = "reference" if ordinal == unsupported else "cuda"
         assert executors.choose(torch.device("cuda", ordinal), torch.float32) == expected
