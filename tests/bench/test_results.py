@@ -10,8 +10,8 @@ def steps(step_s: float, *, backward_s: float = 0.0, cpu_s: float = 0.0) -> list
     return [StepRecord(step_s, step_s - backward_s, backward_s, 0.0, cpu_s)]
 
 
-def case_result(name: str, *rounds: list[StepRecord], cap: float = 25.0, mode: str = "default") -> CaseResult:
-    return CaseResult(Case(implementation=name, bucket_cap_mb=cap, mode=mode), rounds={"1gbit": list(rounds)})
+def case_result(name: str, *rounds: list[StepRecord], cap: float = 25.0) -> CaseResult:
+    return CaseResult(Case(implementation=name, bucket_cap_mb=cap), rounds={"1gbit": list(rounds)})
 
 
 def test_ideal_hides_communication_beneath_the_backward() -> None:

@@ -6,13 +6,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch._inductor.config as inductor_config
-from cached_training import print_training
+import torch.distributed as dist
+from beside import train_beside
 from process_copies import run_in_copy
-from torch import fx
+from torch import fx, nn
+from torch._dynamo.utils import counters
 from torch._inductor import custom_graph_pass
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from ddp_compile import ddp_compile
 from ddp_compile.torch_internals import backward_compile
+
+WIDTH = 16
+
+
+def train(num_layers_a_bucket: int | None) -> tuple[int, bool]:
+    """How many buckets may be launched early, and whether gradients are right. None stands for plain torch.compile."""
+    torch.manual_seed(0)
+    # Only products: inductor's own kernels would take a C++ compiler seconds, and do not change keys.
+    module, reference = (nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]) for _ in range(2))
+    reference.load_state_dict(module.state_dict())
+    if num_layers_a_bucket is None:
+        return 0, max(train_beside((torch.compile(module), reference), num_steps=2, width=WIDTH)) < 1e-5
+    cap_mb = num_layers_a_bucket * WIDTH * WIDTH * 4 / 2**20
+    model: Any = ddp_compile(module, bucket_cap_mb=cap_mb, split="backward")
+    # With a hook buckets are sent on a single rank as well.
+    model.register_comm_hook(None, allreduce_hook)
+    right = max(train_beside((model, reference), num_steps=2, width=WIDTH)) < 1e-5
+    return sum(bucket.was_launched_early for bucket in model._ddp_compile_state.reducer.buckets), right
+
+
+def print_training(store: str, wanted: list[int | None]) -> None:
+    """As JSON, what the caches and the reducer did; called in a process of its own."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
+    results = []
+    for num_layers_a_bucket in wanted:
+        counters.clear()
+        num_early, right = train(num_layers_a_bucket)
+        hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
+        misses = counters["aot_autograd"]["autograd_cache_miss"], counters["inductor"]["fxgraph_cache_miss"]
+        results.append({"num_early": num_early, "right": right, "hits": hits, "misses": misses})
+    print(json.dumps(results))
 
 
 def train_in_a_process(directory: Path, wanted: list[int | None]) -> list[dict[str, Any]]:

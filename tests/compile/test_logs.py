@@ -37,16 +37,12 @@ def train_with_logs() -> None:
     exec(TRAINING, {})
 
 
-def run_training(**environment: str) -> str:
-    inherited = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
-    ended = run_in_copy(train_with_logs, environment=inherited | environment)
-    assert ended.exit_code == 0, ended.stderr
-    return ended.stderr
-
-
 def test_ddp_graphs_log_and_trace(tmp_path: Path) -> None:
     """So do the log of the passes and torch's trace; all in one process."""
-    printed = run_training(TORCH_LOGS="ddp_graphs,+ddp_compile.passes", TORCH_TRACE=str(tmp_path))
+    settings = {"TORCH_LOGS": "ddp_graphs,+ddp_compile.passes", "TORCH_TRACE": str(tmp_path)}
+    ended = run_in_copy(train_with_logs, environment={**os.environ, **settings})
+    printed = ended.stderr
+    assert ended.exit_code == 0, printed
     for heading in ("buckets", "graph before", "graph after split_forward", "partition_0", "partition_1"):
         assert f"--- graph 0: {heading} ---" in printed, printed
     assert "bucket 0:" in printed and "2.bias, 2.weight" in printed

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from beside import train_beside
 from in_ci import only
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -60,8 +61,8 @@ class Stages(nn.Module):
         self.mixed = nn.ModuleList([Block(), Other(), nn.Tanh(), Block(), nn.Tanh()])
 
 
-def backward(model: nn.Module, rows: int = 4) -> None:
-    model(torch.randn(rows, WIDTH)).square().mean().backward()
+def backward(model: nn.Module) -> None:
+    model(torch.randn(4, WIDTH)).square().mean().backward()
 
 
 def test_auto_regions() -> None:
@@ -76,13 +77,9 @@ def test_blocks_share_compiled_code() -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(Model(24), regions="auto", backend=counter)
     reference = copy.deepcopy(model)
-    x = torch.randn(4, WIDTH)
-    for _ in range(2):
-        for each in (model, reference):
-            each(x).square().mean().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+    assert train_beside((model, reference), num_steps=2, width=WIDTH) == [0.0, 0.0]
     assert counter.frame_count == 1
+    x = torch.randn(4, WIDTH)
     with torch.no_grad():
         assert torch.equal(model(x), reference(x))
     assert counter.frame_count == 2

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from graphs import buckets_of
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddp_compile.graph_ops import AWAIT_PARAMETERS
 from ddp_compile.passes.pipeline import AotContext
-from ddp_compile.plan.spec import BucketSpec, GradientSpec
 
 aten = torch.ops.aten
 bucket_ready = torch.ops.ddp_compile.bucket_ready.default
@@ -23,10 +23,10 @@ class BackwardBuilder:
         self.graph = fx.Graph()
         self.mode = FakeTensorMode()
 
-    def input(self, name: str, *shape: int) -> fx.Node:
+    def input(self, name: str) -> fx.Node:
         node = self.graph.placeholder(name)
         with self.mode:
-            node.meta["val"] = torch.empty(shape or (4, 4))
+            node.meta["val"] = torch.empty(4, 4)
         return node
 
     def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
@@ -45,17 +45,15 @@ class BackwardBuilder:
         return fx.GraphModule({}, self.graph)
 
 
-def context(
-    *buckets: Sequence[int], parameter_of_input: dict[int, int] | None = None, reads: Sequence[int] = ()
-) -> AotContext:
-    """Buckets of these parameters; input ``i`` of the forward is parameter ``i`` unless said otherwise."""
-    specs = tuple(
-        BucketSpec(i, tuple(GradientSpec(p, f"p{p}", 16, "float32", "cpu") for p in members), 1)
-        for i, members in enumerate(buckets)
-    )
-    of_input = parameter_of_input or {p: p for p in reads or (p for members in buckets for p in members)}
+def context(*buckets: Sequence[int], reads: Sequence[int] = ()) -> AotContext:
+    """Buckets of these parameters; input ``i`` of the forward is parameter ``i``."""
+    of_input = {p: p for p in reads or (p for members in buckets for p in members)}
     return AotContext(
-        parameter_of_input=of_input, buckets=specs, reads=tuple(reads), reducer_id=7, graph_name="graph 0"
+        parameter_of_input=of_input,
+        buckets=buckets_of(*buckets),
+        reads=tuple(reads),
+        reducer_id=7,
+        graph_name="graph 0",
     )
 
 

@@ -72,12 +72,12 @@ class GraphBuilder:
         node.meta["example_value"] = torch.ones(WIDTH, WIDTH) if value is None else value
         return node
 
-    def parameter(self, index: int, name: str | None = None, *shape: int, get_attr: bool = False) -> fx.Node:
-        name = name or f"p{index}"
-        value = nn.Parameter(torch.ones(shape or (WIDTH, WIDTH)))
-        if get_attr:
-            self.attributes[name] = value
-        node = self.graph.get_attr(name) if get_attr else self.graph.placeholder(name)
+    def parameter(self, index: int, attribute: str = "") -> fx.Node:
+        """An input, or an attribute of the graph with this name."""
+        value = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        if attribute:
+            self.attributes[attribute] = value
+        node = self.graph.get_attr(attribute) if attribute else self.graph.placeholder(f"p{index}")
         node.meta["example_value"] = value
         self.parameter_of[node.name] = index
         return node

@@ -25,13 +25,11 @@ def without_gradient(x: Any, p0: Any) -> Any:
 
 
 USES: dict[str, tuple[Callable[..., Any], list[tuple[int, str]]]] = {
-    "one node: reverse registration order": (lambda x, p0, p1: F.linear(x, p1, p0[0]), [(1, "linear"), (0, "linear")]),
-    "by keyword": (lambda x, p0, p1: F.linear(x, bias=p1[0], weight=p0), [(1, "linear"), (0, "linear")]),
-    "inside a list": (lambda x, p0, p1: torch.cat([torch.cat([x, p0]), p1]), [(1, "cat_1"), (0, "cat")]),
-    "used twice: the earliest": (
-        lambda x, p0, p1: torch.matmul(torch.matmul(torch.matmul(x, p0), p1), p0),
-        [(1, "matmul_1"), (0, "matmul")],
+    "one node, by keyword: reverse registration order": (
+        lambda x, p0, p1: F.linear(x, bias=p1[0], weight=p0),
+        [(1, "linear"), (0, "linear")],
     ),
+    "inside a list": (lambda x, p0, p1: torch.cat([torch.cat([x, p0]), p1]), [(1, "cat_1"), (0, "cat")]),
     "under two names: the earliest": (
         lambda x, p0_embedding, p1, p0_head: torch.matmul(torch.matmul(torch.matmul(x, p0_embedding), p1), p0_head),
         [(1, "matmul_1"), (0, "matmul")],

@@ -115,7 +115,7 @@ def test_numbers_are_copied() -> None:
 
 def test_attributes_go_to_each_partition() -> None:
     build = GraphBuilder()
-    x, weight = build.input("x"), build.parameter(0, "weight", get_attr=True)
+    x, weight = build.input("x"), build.parameter(0, "weight")
     y = build.call(torch.matmul, build.call(torch.matmul, x, weight), weight)
     gm = build.output(x, weight, y)
     stitched = partition_graph(gm, [find(gm, "matmul", 1)])

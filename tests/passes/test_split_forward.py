@@ -52,23 +52,6 @@ def test_one_bucket_is_not_cut(members: list[list[int]]) -> None:
     assert result.gm is gm and result.num_changed == 0 and result.declined == ()
 
 
-ONE_NODE = Declined("addmm", "bucket 0 is launched with bucket 1: one node computes with gradients of both", 0)
-
-
-def test_buckets_of_one_node() -> None:
-    result = split(lambda x, p0, p1: torch.sin(torch.addmm(p0, x, p1)), [1], [0])
-    assert (result.num_changed, result.declined) == (0, (ONE_NODE,))
-
-
-def test_parameter_used_twice() -> None:
-    def function(x: Any, p0: Any, p1: Any, p2: Any) -> Any:
-        for weight in (p0, p1, p2, p0):
-            x = torch.matmul(x, weight)
-        return x
-
-    assert partitions(split(function, [2], [1], [0]).gm) == [["matmul"], ["matmul_1"], ["matmul_2", "matmul_3"]]
-
-
 def test_reads_without_gradients_count() -> None:
     """Its gradient would wait for the backward of the partition that reads it, as with spectral normalization."""
 
