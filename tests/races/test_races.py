@@ -91,7 +91,7 @@ def _name_of(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else ""
 
 
-@pytest.mark.long  # In CI, the tests above fail if any of these places is gone.
+@pytest.mark.long  # In CI, the tests above fail if one of most of these places is gone.
 @pytest.mark.timeout(1800)
 def test_every_wait_between_streams_is_needed(ranks: Ranks) -> None:
     passed_by = {program: set().union(*ranks(2).run(sites_of, program)) for program in PROGRAMS}
