@@ -96,6 +96,8 @@ def test_calls_once_sharded() -> None:
         shard_optimizer(optim.AdamW(parameters), model)
     with refused("add_param_group was called on a sharded optimizer"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with refused("Join cannot be used with the sharded optimizer: "):
+        model.join_hook()
     for copied in (copy.deepcopy, pickle.dumps):
         with refused("a sharded optimizer cannot be copied or pickled"):
             copied(optimizer)
