@@ -75,7 +75,7 @@ endif
 test-long: $(STAMP)
 	@status=0; \
 	VECTOR_KERNELS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'long and not alone' || status=$$?; \
-	$(BIN)/python -m pytest -m 'long and alone' tests/bench || status=$$?; \
+	$(BIN)/python -m pytest -m 'long and alone' tests/bench tests/faults || status=$$?; \
 	$(BIN)/python tests/peer_suites/run.py || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --sharded --cases $(CASES) || status=$$?; \

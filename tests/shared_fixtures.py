@@ -33,7 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-ALONE_IN = Path(__file__).parent / "bench"
+#: Where ``make test-long`` looks for tests marked alone; ``make test`` looks in the first one.
+ALONE_IN = ("bench", "faults")
 #: What was collected, before what is not asked for is left out.
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
@@ -42,14 +43,18 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Two rules for tests whose violation would go unnoticed, or would not show its reason.
 
-    ``make test`` looks for tests marked ``alone`` in one folder, since importing all tests takes seconds. An identifier
-    with an address differs in each process, and then pytest-xdist refuses to run any test.
+    make looks for tests marked ``alone`` in few folders, since importing all tests takes seconds. An identifier with an
+    address differs in each process, and then pytest-xdist refuses to run any test.
     """
     config.stash[COLLECTED] = list(items)
     alone = [item for item in items if item.get_closest_marker("alone")]
-    elsewhere = [item.nodeid for item in alone if ALONE_IN not in item.path.parents]
+    folders = {item: ALONE_IN if item.get_closest_marker("long") else ALONE_IN[:1] for item in alone}
+    elsewhere = [item.nodeid for item, names in folders.items() if item.path.parent.name not in names]
     if elsewhere:
-        raise pytest.UsageError(f"make test runs tests marked alone in {ALONE_IN} only, not these: {elsewhere}")
+        raise pytest.UsageError(
+            f"make runs tests marked alone in tests/{ALONE_IN[0]} only, and if they are long in"
+            f" tests/{ALONE_IN[1]}, not these: {elsewhere}"
+        )
     unstable = [item.nodeid for item in items if re.search(r"\bat 0x[0-9a-f]+", item.nodeid)]
     if unstable:
         raise pytest.UsageError(f"parametrize(ids=...) has to name these tests, they contain addresses: {unstable}")

@@ -60,6 +60,7 @@ def test_a_rank_that_ends_is_started_again(way: str, fault: str, at: str, losses
         assert "DefaultCPUAllocator" in run.output
 
 
+@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_stands_still_is_started_again(way: str, losses_of: LossesOf, tmp_path: Path) -> None:
